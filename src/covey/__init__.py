@@ -6,8 +6,8 @@ covey.init()                                   # joins the cluster; alone, the w
 rank, world = covey.get_rank(), covey.get_group_size()
 covey.reduce([p.grad for p in model.parameters()])   # the mean of the gradients over all workers
 
-These names are imported when they are first used, because commands need few of them. Type checkers and editors read the
-imports below `TYPE_CHECKING`. `_NAMES_BY_MODULE` has the same names except `federated`; a test compares them.
+`__getattr__` imports a public name when it is first used, because commands need few of them. Type checkers and editors read the
+imports below `TYPE_CHECKING`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ _MODULE_BY_NAME: Final = {name: module for module, names in _NAMES_BY_MODULE.ite
 if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
 
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first used. Raise AttributeError for any other name."""
         if name == "federated":
             return importlib.import_module("covey.federated")
         if name not in _MODULE_BY_NAME:

@@ -1,19 +1,17 @@
-"""File writes that survive a crash.
+"""Durable and atomic file writes. All functions raise `OSError` if they fail.
 
-`write_atomically` writes a temporary file in the same directory, syncs it, renames it to its name and syncs the directory. It
-guarantees:
+`write_atomically` writes a temporary file in the same directory, syncs it, renames it to its name and syncs the directory:
 
 * A reader, also after a crash or a power cut, finds the old content or the new content, never a part. A crash may leave the
   temporary file.
-* When it returns, the new content survives a power cut.
+* When `write_atomically` returns, the new content survives a power cut.
 * If it raises `OSError`, the file is unchanged. Exception: if the sync of the directory failed, the new content is in place but
   may not survive a power cut.
 
-With `durable=False` nothing is synced: after a power cut the file may have its old content or be empty.
+With `durable=False` nothing is synced, so the file may be damaged after a power cut.
 
-If two processes write the same file, the one that renames last wins. Writers with the same pid (threads of one process, or
-processes in different containers) must not write the same file at the same time, because they use the same temporary file. The
-other functions are steps of `write_atomically`. All raise `OSError`.
+Writers with the same pid (threads of one process, or processes in different containers) must not write the same file at the
+same time, because they use the same temporary file.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ DEFAULT_MODE: Final = 0o666  # reduced by the umask, as with open()
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = DEFAULT_MODE, durable: bool = True) -> None:
-    """Create or replace a file atomically. The new file gets `mode`, reduced by the umask, and not the mode of the old one."""
+    """Create or replace a file atomically. Its mode is `mode`, reduced by the umask, even if the old file had another mode."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         temporary.unlink(missing_ok=True)  # left by an earlier process with this pid, maybe with another mode
@@ -42,20 +40,20 @@ def write_atomically(path: Path, content: bytes, *, mode: int = DEFAULT_MODE, du
 
 
 def replace_durably(temporary: Path, path: Path) -> None:
-    """Sync a complete file, rename it to `path`, and sync the directory."""
+    """Sync the file `temporary`, rename it to `path`, and sync the directory of `path`."""
     _sync(temporary, os.O_RDONLY)
     temporary.rename(path)
     sync_directory(path.parent)
 
 
 def write_synced(path: Path, content: bytes, *, mode: int = DEFAULT_MODE) -> None:
-    """Write a file in place and sync its content. A reader may find a part of it. Call `sync_directory` to make its name
-    durable too."""
+    """Write a file in place, not atomically, and sync its content. Call `sync_directory` to make a new name durable too."""
     _write_file(path, content, mode, durable=True)
 
 
 def make_durable_directory(folder: Path) -> None:
-    """Create a directory and its missing parents, so that they survive a power cut. `folder` may exist, even as a file."""
+    """Create a directory and its missing parents, so that they survive a power cut. An existing `folder` is accepted, even if
+    it is a file."""
     if not folder.parent.is_dir():
         make_durable_directory(folder.parent)
     with contextlib.suppress(FileExistsError):

@@ -1,7 +1,4 @@
-"""Exceptions that covey shows to users, and its exit codes.
-
-An error message should say what happened, where, and what to do.
-"""
+"""Exceptions with messages for users, and the exit codes of covey."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of covey. `EXIT_CODE_HELP` has their meanings."""
+    """Exit codes that covey defines. `EXIT_CODE_HELP` has the meanings of all except OK."""
 
     OK = 0
     BAD_SETTING = 10
@@ -45,7 +42,7 @@ EXIT_CODE_HELP: dict[ExitCode, str] = {
 
 
 class CoveyError(Exception):
-    """Base class of errors for users: a message, and the exit code of a process that ends with the error."""
+    """Base class of covey's errors: a message for the user, and the exit code of a process that the error ends."""
 
     exit_code: int = ExitCode.BAD_SETTING
 

@@ -1,4 +1,4 @@
-"""Log of covey: one logger with its own handlers and format; the script's logging is not changed."""
+"""Logger of covey, with its own handler and format; the script's logging is not changed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ _GLOG_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, log
 
 
 def configure_logging(settings: Settings, process_name: str) -> None:
-    """Send log lines of level GLOG_v or higher to stderr, or with GLOG_logtostderr=0 to a file in GLOG_log_dir.
+    """Send log lines of level GLOG_v or higher to stderr, or with GLOG_logtostderr=0 to a file below GLOG_log_dir.
 
-    `process_name` appears in each line. The handlers of an earlier call are closed. Raise UsageError if the file cannot be
-    opened.
+    `process_name` appears in each line. A further call replaces the handler. Raise UsageError if the file cannot be opened.
     """
     for old in list(log.handlers):
         log.removeHandler(old)
@@ -45,8 +44,6 @@ def configure_logging(settings: Settings, process_name: str) -> None:
 
 
 class _DroppingQueueHandler(logging.handlers.QueueHandler):
-    """Handler with a bounded queue. It drops new lines while the queue is full."""
-
     def enqueue(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(queue.Full):
             self.queue.put_nowait(record)
@@ -56,8 +53,8 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
 def log_in_thread() -> Iterator[None]:
     """Write log lines in a separate thread while the context lasts, so that a blocked output does not block the caller.
 
-    While `QUEUED_LINES_MAX` lines are queued, new ones are dropped. The end of the context waits at most `FINAL_FLUSH_S` for
-    the queued lines.
+    While `QUEUED_LINES_MAX` lines are queued, new lines are dropped. The end of the context waits at most `FINAL_FLUSH_S`
+    seconds for the queued lines.
     """
     handlers = list(log.handlers)
     queue_handler = _DroppingQueueHandler(queue.Queue(QUEUED_LINES_MAX))
@@ -79,11 +76,6 @@ def _flush_and_stop(writer: logging.handlers.QueueListener) -> None:
 
 
 def _open_log_file(settings: Settings, process_name: str) -> logging.Handler:
-    """Create this process's directory in GLOG_log_dir and return the handler of `covey.log` there.
-
-    The directory is `sched` for a scheduler; for other processes it has their name, as in `worker_3`, and also the pid if
-    MS_NODE_ID is not set. Raise UsageError if the file cannot be opened.
-    """
     name = process_name.replace(":", "_") if settings.node_id else f"{process_name}_{os.getpid()}"
     directory = Path(settings.log_dir) / ("sched" if process_name == "scheduler" else name)
     try:
@@ -94,7 +86,7 @@ def _open_log_file(settings: Settings, process_name: str) -> logging.Handler:
 
 
 def log_event(event: PublishEvent) -> None:
-    """Log an event of a state machine at its level, as `NODE WHAT: REASON`."""
+    """Log an event at its level, as `NODE WHAT: REASON`."""
     log.log(_LEVELS[event.level], "%s %s: %s", escape_unprintable(event.node), event.what, escape_unprintable(event.reason))
 
 

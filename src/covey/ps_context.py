@@ -1,8 +1,8 @@
-"""MindSpore's `set_ps_context`: settings that a training script makes before `covey.init()`.
+"""MindSpore's `set_ps_context`, `get_ps_context` and `reset_ps_context`, for training scripts.
 
-Values are checked and stored. covey uses `enable_ps`, the TLS settings (`enable_ssl`, `config_file_path` and passwords) and,
-in a scheduler, `scheduler_manage_port`. The other keys have no effect. Variables such as COVEY_TLS take precedence over the TLS
-settings. Unlike MindSpore's, a reset also resets the TLS settings.
+covey uses `enable_ps`, the TLS keys (`enable_ssl`, `config_file_path` and the passwords) and, in a scheduler,
+`scheduler_manage_port`; the other keys have no effect. Variables such as COVEY_TLS take precedence over the TLS keys. Unlike
+MindSpore's, `reset_ps_context` also resets the TLS keys.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ NODE_COUNT_MAX = 1_000_000  # nodes of one role
 
 
 class _PsContext:
-    """The values set so far; missing keys have their default."""
-
     def __init__(self) -> None:
         self.values: dict[str, ContextValue] = {}
 
@@ -50,8 +48,8 @@ _context = _PsContext()
 
 
 def set_ps_context(**kwargs: ContextValue) -> None:
-    """Set one or more keys. Raise UsageError and set none if a key is unknown or a value invalid. Call it before
-    `covey.init()`."""
+    """Set one or more keys; call it before `covey.init()`. Raise UsageError and set none if a key is unknown or a value is
+    invalid."""
     for key, value in kwargs.items():
         _check_value(key, value)
     _context.values.update(kwargs)
@@ -69,7 +67,7 @@ def reset_ps_context() -> None:
 
 
 def is_set(key: str) -> bool:
-    """Return whether the script has set this key. Raise UsageError for an unknown key."""
+    """Return whether this key is set, even to its default. Raise UsageError for an unknown key."""
     _check_key(key)
     return key in _context.values
 

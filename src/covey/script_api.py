@@ -1,8 +1,7 @@
 """Public functions of `covey` for training scripts: `init()`, ranks, collectives, and constructors of training objects.
 
-Before `covey.init()` the other functions raise UsageError, except `set_seed`, `DistributedDataParallel`, `ShardedOptimizer` and
-`Embedding`. A function such as `Loop` returns an object of the class of this name in `covey.training`. It imports the class
-when it is called, because a script may run without torch.
+The functions for ranks, progress and collectives raise UsageError before `covey.init()`. A constructor such as `Loop` imports
+its class from `covey.training` when it is called, because a script may run without torch.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ FL_CONTEXT_VARIABLE: Final = "COVEY_FL_CONTEXT"  # set by `covey federated up` f
 
 
 class _ScriptState:
-    """State of these functions in this process."""
-
     def __init__(self) -> None:
         self.is_initialized = False
         self.node: MembershipThread | None = None  # None: the world size is 1
@@ -51,14 +48,13 @@ _state = _ScriptState()
 
 
 def init() -> None:
-    """Join the cluster that the MS_* variables describe and block until it has formed; without them the world size is 1.
+    """Join the cluster that the MS_* variables describe and block until it has formed; without a cluster the world size is 1.
 
-    A worker continues with its rank; RANK_ID, RANK_SIZE and DEVICE_ID are set in its environment. A spare has no rank yet. In
-    other roles this does not return: it runs a scheduler (MS_SCHED) or a parameter server (MS_PSERVER), or waits for the end of
-    the cluster (MS_SERVER). COVEY_SUPERVISE=1 is explained in `covey.worker.container_supervisor`. Further calls do nothing.
+    In a worker, RANK_ID, RANK_SIZE and DEVICE_ID are then set in the environment; a spare has no rank yet. In other roles this
+    does not return: it runs a scheduler (MS_SCHED) or a parameter server (MS_PSERVER), or waits for the end of the cluster
+    (MS_SERVER). Further calls do nothing.
 
-    After an error, print a message to stderr and exit with the error's code. Examples are an invalid setting, a cluster that
-    cannot be joined, and several ranks of torchrun, mpirun or srun without MS_* variables.
+    If a setting is invalid or the cluster cannot be joined, print a message to stderr and exit with the code of the error.
     """
     if _state.is_initialized:
         return
@@ -123,7 +119,7 @@ def get_rank() -> int:
 
 
 def get_group_size() -> int:
-    """Return the number of workers. It and the rank can change in a collective, when the world is resized (docs/elastic.md)."""
+    """Return the number of workers. It can change when the world is resized (docs/elastic.md)."""
     return _require_initialized().group.world
 
 
@@ -140,28 +136,27 @@ def get_local_rank_size() -> int:
 
 
 def restart_count() -> int:
-    """Return how many processes this worker had before this one. A spare blocks until it has a rank."""
+    """Return the number of processes that this worker had before this one. A spare blocks until it has a rank."""
     node = _require_initialized().node
     return node.assignment.restarts if node is not None else 0
 
 
 def is_replacement() -> bool:
-    """Return whether this worker had another process before this one (`restart_count`), or this process started as a spare."""
+    """Return whether this process started as a spare, or this worker had another process before (`restart_count`)."""
     node = _require_initialized().node
     return (node is not None and node.started_as_spare) or restart_count() > 0
 
 
 def group() -> Communicator:
-    """Return the group of all workers."""
+    """Return the communicator of all workers."""
     return _require_initialized().group
 
 
 def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
-    """Report the progress of this worker for `covey status`, the live table and the console.
+    """Report the progress of this worker for `covey status`, the live table and the console; do nothing without a cluster.
 
-    Without `step`, step and phase are unchanged; without `loss`, the loss is. A loss that is not finite is reported as
-    infinity. A `covey.Loop` reports the step itself, so `covey.report(loss=loss)` is sufficient there. Do nothing without a
-    cluster.
+    Without `step`, the earlier step and phase are kept; without `loss`, the earlier loss. A loss that is not finite is reported
+    as infinity. A `covey.Loop` reports the step itself: `covey.report(loss=loss)` is sufficient there.
     """
     node = _require_initialized().node
     if node is None:
@@ -200,14 +195,15 @@ def all_reduce(array: Any, op: Any = "sum") -> Any:
 
 
 def reduce(tensors: Iterable[Any]) -> list[Any]:
-    """Replace each gradient by its mean over all workers, in place, and return them. None entries are skipped."""
+    """Replace each tensor, such as a gradient, by its mean over all workers, in place. Return the tensors as a list; None
+    entries are kept."""
     return group().reduce(list(tensors))
 
 
 def broadcast(array: Any, root: int = 0) -> Any:
     """Copy the values of rank `root` to every worker, in place, and return the array.
 
-    Raise UsageError if there is no such rank, and PeerError if that rank left before it took part.
+    Raise UsageError if `root` is not a rank, and PeerError if the worker with that rank left before it took part.
     """
     return group().broadcast(array, root)
 
@@ -238,7 +234,7 @@ def Loop(
     checkpoint: Checkpoint | None = None,
     seed: int = 0,
 ) -> loop.Loop:
-    """Return a training loop that heals failures within a step: see `covey.training.loop.Loop`."""
+    """Return a training loop that continues after failures of workers: see `covey.training.loop.Loop`."""
     from covey.training import loop
 
     return loop.Loop(

@@ -50,8 +50,8 @@ ROLES: dict[str, Role] = {
 
 
 def parse_ladder(text: str) -> str:
-    """Return the strategies in the order of `RecoveryStrategy`, separated by commas; `exit` is added. Raise ValueError for an
-    unknown one."""
+    """Return the strategies in the order of `RecoveryStrategy`, separated by commas; `exit` is always included. Raise
+    ValueError for an unknown strategy."""
     try:
         return ",".join(parse_strategies(text.split(",")))
     except UsageError as error:
@@ -72,14 +72,14 @@ class ValueKind(NamedTuple):
 
 
 def printable(text: str) -> str:
-    """Return the text for use in a message, cut after `PRINTABLE_MAX` characters. A text with unprintable characters is shown
-    as a Python literal in ASCII."""
+    """Return the text for use in a message: as a Python literal in ASCII if it has unprintable characters, and cut after
+    `PRINTABLE_MAX` characters."""
     safe = text if text.isprintable() else ascii(text)
     return safe if len(safe) <= PRINTABLE_MAX else safe[:PRINTABLE_MAX] + "..."
 
 
 def make_int_parser(low: int, high: int) -> Callable[[str], int]:
-    """Return a parser of integers from `low` to `high`; it raises ValueError."""
+    """Return a parser of integers from `low` to `high`, which raises ValueError for other texts."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()) or not low <= int(text) <= high:
@@ -117,7 +117,7 @@ def make_choice_parser(values: Mapping[str, Any]) -> Callable[[str], Any]:
 
 
 def parse_ip_address(text: str) -> str:
-    """Return an IPv4 or IPv6 literal, the latter without brackets. Raise ValueError if it is not one."""
+    """Return an IPv4 or IPv6 address, the latter without brackets. Raise ValueError for another text."""
     text = text.strip()
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     bracketed_v4 = bare is not text and ":" not in bare
@@ -162,7 +162,8 @@ def parse_lease_store(text: str) -> str:
 
 
 def parse_name(text: str) -> str:
-    """Return a name that is safe in a path: short, printable, without "/". Raise ValueError if it is not."""
+    """Return a name that can be part of a path: printable, without "/", at most `NODE_ID_MAX` characters. Raise ValueError for
+    another text."""
     if len(text) > NODE_ID_MAX or not text.isprintable() or "/" in text or text in (".", ".."):
         raise ValueError(text)
     return text
@@ -176,10 +177,8 @@ def parse_path(text: str) -> str:
 
 
 def parse_passphrase(text: str) -> str:
-    """Return a secret of at most `PASSPHRASE_MAX` printable characters, so that it fits in one line of a file.
-
-    Raise a ValueError that does not contain the secret if it is invalid.
-    """
+    """Return a secret of at most `PASSPHRASE_MAX` printable characters. Raise a ValueError without the secret in its message
+    for another text."""
     if not text.isprintable() or len(text) > PASSPHRASE_MAX:
         raise ValueError("not shown")
     return text
@@ -396,8 +395,8 @@ class LoadedSettings(msgspec.Struct, frozen=True):
     origins: dict[str, str]
 
     def describe_setting(self, field: str) -> str:
-        """Return a setting with its origin, such as "MS_WORKER_NUM=8" (the variable), "--worker_num 8", "MS_WORKER_NUM=8 in
-        FILE" or "MS_WORKER_NUM=8 (default)"."""
+        """Return a setting with its origin, such as "MS_WORKER_NUM=8", "--worker_num 8", "MS_WORKER_NUM=8 in FILE" or
+        "MS_WORKER_NUM=8 (default)"."""
         value, origin, variable = format_value(getattr(self.settings, field)), self.origins[field], TABLE[field].variable
         if origin == "default":
             return f"{variable}={value} (default)"
@@ -413,9 +412,10 @@ def load_settings(
     flags: Mapping[str, GivenValue] = MappingProxyType({}),
     file: Path | None = None,
 ) -> LoadedSettings:
-    """Merge defaults < file < TaskD's variables < environment < `flags`. Without `file`, COVEY_SETTINGS may name one.
+    """Merge defaults, settings file, TaskD's variables, environment and `flags`; later layers take precedence.
 
-    Raise UsageError for an invalid value or combination of values, and for a file that cannot be read or has an unknown key.
+    Without `file`, COVEY_SETTINGS may name the file. Raise UsageError for an invalid value or combination of values, and for a
+    file that cannot be read or has an unknown key.
     """
     own = {field: GivenValue(environ[var.variable], var.variable) for field, var in TABLE.items() if environ.get(var.variable)}
     own |= flags
@@ -497,7 +497,6 @@ def _suggest_setting(key: str) -> str:
 
 
 def _check_combinations(loaded: LoadedSettings) -> None:
-    """Raise UsageError for values that are valid alone but not together."""
     settings = loaded.settings
     if settings.retry_lower_s > settings.retry_upper_s:
         raise UsageError(
@@ -520,7 +519,6 @@ def _check_combinations(loaded: LoadedSettings) -> None:
 
 
 def _ip_version(text: str) -> int:
-    """Return 4 or 6 for an IP address, 0 for any other text."""
     try:
         return ipaddress.ip_address(text).version
     except ValueError:
@@ -594,9 +592,9 @@ SIMILARITY_MIN = 0.85
 
 
 def misspelled_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a message for each unknown variable that begins with MS_, GLOG_ or COVEY_ and is similar to that of a setting.
+    """Return a message for each unknown variable that begins with MS_, GLOG_ or COVEY_ and resembles the variable of a setting.
 
-    Case is ignored. Other variables of MindSpore (`MINDSPORE_ONLY`, MS_DEV_*) are not reported.
+    Variables of MindSpore that covey does not read (`MINDSPORE_ONLY`, MS_DEV_*) are not reported.
     """
     spelled = {variable.upper(): variable for variable in FIELD_BY_VARIABLE}
     messages: list[str] = []

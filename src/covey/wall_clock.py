@@ -1,7 +1,7 @@
-"""The wall clock, for output, records and the timestamps of the federated device protocol.
+"""Wall clock, which tests can shift.
 
-For tests, COVEY_FAULT_CLOCK names a file with the number of seconds by which this clock is ahead (negative: behind).
-`covey chaos --faults clock` writes that file.
+COVEY_FAULT_CLOCK names a file with the number of seconds by which this clock is ahead (negative: behind). `covey chaos --faults
+clock` writes that file.
 """
 
 from __future__ import annotations

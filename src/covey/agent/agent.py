@@ -129,14 +129,13 @@ class Agent:
         self.on_start: Callable[[DesiredChildren], None] = lambda start: None
 
     async def prepare(self) -> None:
-        """Start the template, if children are forked, and open the relay. Do not wait for the template's imports. Raises
-        `CoveyError` if the relay's socket cannot be opened."""
+        """Open the relay and start the template, if children are forked, without waiting for its imports. Raises `CoveyError`
+        if the relay's socket cannot be opened or this process cannot become a subreaper."""
         await self._children.open()
         await self._relay.open(self._temp_directory.name)
 
     async def run(self) -> RunOutcome:
-        """Register the host and run its children until the run has ended for this host; then end them and return the
-        outcome."""
+        """Register the host, run its children until the run has ended for this host, end them, and return the outcome."""
         settings, job = self._settings, self._job
         registration = RegisterAgent(
             agent=uuid.uuid4().hex[:12],
@@ -178,15 +177,13 @@ class Agent:
         return outcome
 
     async def _report_template_ready(self) -> None:
-        """Send `TemplateReady` when the template, if one is used, has finished its imports or was given up."""
-        await self._children.preload(())
+        await self._children.preload(())  # returns when the template has finished its imports or was given up
         if self._template_importing:
             self._template_importing = False
             self._send_to_scheduler(TemplateReady())
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has ended for this host."""
         return self._outcome.done()
 
     @property
@@ -202,8 +199,8 @@ class Agent:
             self.finish_run(RunOutcome(ExitCode.STOPPED, reason))
 
     def drain_host(self, number: int) -> None:
-        """Start to leave the cluster because of the signal `number`: notify the scheduler and end the children within the grace
-        period, then leave with code 128 + `number`."""
+        """Start to leave the cluster because of the signal `number`: notify the scheduler, send the signal to the children,
+        kill those that still run after the grace period, then leave with code 128 + `number`."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
         is_only_scheduler = self.hosts_scheduler and not self._scheduler_address.standby_addresses
@@ -256,8 +253,6 @@ class Agent:
             self._log_read_tasks = [task for task in self._log_read_tasks if not task.done()]
 
     async def _read_log(self, request: ReadLog) -> None:
-        """Reply with a chunk of a child's log, or with an error if the child was not started here or the log is not
-        readable."""
         assert self._runtime is not None
         number = request.node_id
         if f"{request.role}:{number}" not in self._started_incarnations or not number.isdecimal():
@@ -298,14 +293,13 @@ class Agent:
                 raise
 
     def _leave_with_error(self, code: int, reason: str) -> None:
-        """Leave the cluster and send the reason, so that the scheduler does not wait for a timeout of this host."""
         assert self._runtime is not None
         self._leave_reason = reason
         self._runtime.leave(code, reason)
 
     async def _end_superseded_children(self, start: DesiredChildren) -> None:
-        """Kill the superseded children after a dump of their stacks. Drop the exit reports of incarnations older than those in
-        `start`."""
+        """Let the superseded children write their stacks to their logs, then kill them. Drop the exit reports of incarnations
+        older than those in `start`."""
         wanted = {assignment.name: assignment.incarnation for assignment in start.assignments}
         running = self._running.items()
         superseded_names = [
@@ -338,8 +332,8 @@ class Agent:
                 self._report_child_exit(child, code or ExitCode.PEER_FAILED, reason, error)
 
     async def _dump_stacks(self, superseded: Mapping[str, Assignment]) -> None:
-        """Let each process write its stacks into its log. Wait until each has written or exited and the logs no longer grow, at
-        most `STACK_DUMP_S`."""
+        """Let each superseded process write its stacks to its log; wait at most `STACK_DUMP_S` until each has written or exited
+        and no log grows."""
         names = list(superseded)
         separate = self._job.separate_stderr
         paths = [
@@ -358,8 +352,7 @@ class Agent:
                 return
 
     async def _restore_relay_socket(self) -> None:
-        """Open the relay's socket again if its file was removed, for example by a cleaner of temporary directories."""
-        if not self._relay.has_socket:
+        if not self._relay.has_socket:  # removed, for example by a cleaner of temporary directories
             if not self._temp_directory.exists:
                 self._temp_directory = TempDirectory("agent")
             await self._relay.open(self._temp_directory.name)
@@ -401,8 +394,6 @@ class Agent:
             self._send_to_scheduler(ChildStarted(assignment.node_id, assignment.incarnation, pid, assignment.role))
 
     async def _preload_recorded_imports(self) -> None:
-        """After `IMPORT_RECORDING_S`, let the template import the installed modules that the first child has imported so far,
-        so that later children start faster."""
         await asyncio.sleep(IMPORT_RECORDING_S)
         await self._children.preload(read_recorded_imports(self._recorded_imports_path))
 
@@ -423,15 +414,16 @@ class Agent:
         )
 
     def log_path(self, number: int, role: Role = Role.WORKER) -> str:
-        """Return the path of a child's output, without stderr if `separates_stderr`. `number` is its node id, not its rank."""
+        """Return the path of a child's log, which has stderr too unless `separates_stderr`. `number` is the child's node id,
+        not its rank."""
         return str(Path(self._job.log_dir) / f"{self._log_name(role)}_{number}.log")
 
     def _log_name(self, role: Role) -> str:
         return {Role.WORKER: self._job.log_name, Role.SPARE: "spare"}.get(role, "server")
 
     def _promoted_log_variables(self, separate: bool) -> dict[str, str]:
-        """Return the variables that name a spare's output files after its promotion. `{}` in them stands for the worker's node
-        id."""
+        """Return the variables that name a spare's output files after its promotion; `{}` in a value stands for the worker's
+        node id."""
         start = str(Path(self._job.log_dir) / self._job.log_name) + "_{}"
         return {SPARE_VARIABLE: f"{start}.log"} | ({SPARE_STDERR_VARIABLE: f"{start}.err.log"} if separate else {})
 

@@ -1,11 +1,12 @@
 """Child processes of a host: start, watch and end.
 
-Each child, forked or executed, is a direct child of this process and leads its own session. When it exits, the rest of its
-process group is killed before it is reaped, because until then the group id cannot be reused. This process is a subreaper, so
-orphaned descendants become its children. It kills orphans in the session of an exited child, and the others when no child is
-left. Processes in its own session are exempt. While `Children` is open, this process must therefore start other session leaders
-through it, and must not wait for "any" child. If this process is killed, the lifelines (`runtime.lifeline`) kill the children's
-process groups.
+Each child, forked or executed, is a direct child of this process and leads its own session. When a child exits, the rest of its
+process group is killed before the child is reaped, because its group id cannot be reused until then. If this process is killed,
+the lifelines (`runtime.lifeline`) kill the children's process groups.
+
+This process is a subreaper, so orphaned descendants become its children. It kills orphans in the session of an exited child,
+and, when no child is left, the other orphans outside its own session. While `Children` is open, other code must not start
+session leaders in this process, or wait for "any" child.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ class Child:
         self.exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def request_exit(self, number: int) -> None:
-        """Send a signal that requests an exit. A Python child receives it alone, because it may need its own children (a data
-        loader's) to finish its step. Any other command receives it as a process group, because a shell does not forward
-        signals."""
+        """Send a signal that requests an exit: to a Python child alone, because it may need its own children (a data loader's)
+        to finish its step; to the whole process group of any other command, because a shell does not forward signals."""
         if self._is_python:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -90,8 +90,8 @@ class Children:
         return self._alive[name].pid if name in self._alive else 0
 
     async def open(self) -> None:
-        """Become a subreaper, start the template, if one is used, and begin to search for orphans. Do not wait for the
-        template's imports. Raises `CoveyError` if the kernel refuses."""
+        """Become a subreaper, begin to search for orphans, and start the template, if one is used, without waiting for its
+        imports. Raises `CoveyError` if this process cannot become a subreaper."""
         self._preexisting_pids = set(linux.list_child_pids())
         linux.set_subreaper(True)
         self._is_open = True
@@ -157,8 +157,8 @@ class Children:
         await self._sweep_until_clean()
 
     async def preload(self, names: Sequence[str]) -> None:
-        """Let the template import these modules too; return when it has tried them or was given up. No effect without a
-        template. Raises `UsageError` if they are too many."""
+        """Let the template import the modules `names` too; return when it has tried them or was given up. No effect without a
+        template. Raises `UsageError` if there are too many modules."""
         if self._template_client:
             await self._template_client.preload(names)
 
@@ -222,8 +222,8 @@ class Children:
         log.error("descendants of exited children did not exit after SIGKILL: they are blocked in the kernel")
 
     def _sweep_orphans(self) -> bool:
-        """Reap exited orphans. Kill those in the session of an exited child, and the others if no child runs or is being
-        started. Return whether any orphan to kill was still running."""
+        """Kill and reap orphans: those in the session of an exited child, and the others if no child runs or is being started.
+        Return whether an orphan to kill was still running."""
         doomed = set()
         for pid, session in self._find_orphans():
             is_leftover = session in self._ended_sessions
@@ -237,8 +237,8 @@ class Children:
         return bool(doomed)
 
     def _find_orphans(self) -> Iterator[tuple[int, int]]:
-        """Yield pid and session id of each adopted process in another session than this one, running or dead. A child that is
-        just being forked may be among them."""
+        """Yield pid and session id of each orphan, running or dead, in another session than this process; a child that is just
+        being forked may be among them."""
         excluded_pids = {child.pid for child in self._alive.values()} | self._preexisting_pids | {self.template_pid}
         for pid in linux.list_child_pids():
             with contextlib.suppress(ProcessLookupError):
@@ -247,7 +247,8 @@ class Children:
 
 
 async def signal_and_wait(chosen: Sequence[Child], send: Callable[[Child], None], limit_s: float) -> list[Child]:
-    """Call `send` for each running child and wait for their exits; return those still running after `limit_s` seconds."""
+    """Call `send` for each running child and wait at most `limit_s` seconds for their exits; return the children still
+    running."""
     living = [child for child in chosen if not child.exited.done()]
     for child in living:
         send(child)
@@ -275,8 +276,7 @@ def open_outputs(spec: ChildSpec) -> Iterator[list[int]]:
 
 
 def open_log(path: str, mode: int) -> int:
-    """Open a log and return its descriptor. Creates its directory if it was removed, so that a running job continues. Raises
-    `OSError`."""
+    """Open a log and return its descriptor; create its directory if that is missing. Raises `OSError`."""
     if not (folder := Path(path).parent).exists():
         folder.mkdir(parents=True, exist_ok=True)
     return os.open(path, mode, 0o644)
@@ -291,18 +291,19 @@ def explain_os_error(error: OSError | ValueError) -> str:
 
 
 def build_command(spec: ChildSpec) -> list[str]:
-    """Return the command line of a child started by exec. Python's output is unbuffered, so that the last lines of a killed
-    rank are logged."""
+    """Return the command line of a child that is started by exec. Python's output is unbuffered, so that the last lines of a
+    killed rank are logged."""
     if not spec.python:
         return spec.argv
     return [sys.executable, "-u", *(["-m"] if spec.module else []), *spec.argv]
 
 
 def spawn_by_exec(spec: ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline]:
-    """Start a child by exec of the program `lifeline`, which then executes the command; return its pid and lifeline.
+    """Start a child in its own session by exec of the program `lifeline`, which then executes the command; return pid and
+    lifeline.
 
-    The child leads its session from the start. Raises `CoveyError` if no process can be created, and `OSError` if no pipe can.
-    A command that cannot be executed is reported by the child's exit code.
+    Raises `CoveyError` if no process can be created, and `OSError` if no pipe can. A command that cannot be executed is
+    reported by the child's exit code.
     """
     lifeline_pipe = Lifeline()
     launch = [sys.executable, "-I", "-S", lifeline.__file__, str(lifeline_pipe.read_end), ",".join(map(str, spec.cores))]

@@ -1,13 +1,12 @@
 """The agent's relay: one connection to the scheduler for all children of the agent.
 
-A child connects to a Unix socket in the agent's directory. The relay forwards its messages to the scheduler in an envelope with
-the number of the child's connection, and the scheduler's messages back to the child. Heartbeats are batched: the newest of each
-child is sent with the agent's own heartbeat, or earlier if the child's progress has changed. A child that sends no heartbeat is
-not in the batch, so the scheduler detects its silence although the agent's heartbeats arrive.
+A child connects to a Unix socket in the agent's directory. The relay forwards the child's messages to the scheduler in an
+envelope with the number of the child's connection, and the scheduler's messages back to the child. Heartbeats are batched: the
+newest of each child is sent with the agent's own heartbeat, or earlier if the child's progress has changed. A child that sends
+no heartbeat is not in the batch, so the scheduler detects its silence although the agent's heartbeats arrive.
 
-The numbers are valid for one connection of the agent. When that is lost, the children register again on the next one; their
-other messages are dropped until then. The relay closes the connection of a child that violates the protocol. It also closes it
-if a message is to be forwarded while more than `UNSENT_MAX` bytes wait for the scheduler.
+The numbers are valid for one connection of the agent. After that connection is lost, children register again over the next one;
+their messages to the scheduler are dropped until then.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ class RelayUplink(Protocol):
 
 
 class ChildConnection:
-    """One connection of a child. `number` is 0 while the child is not registered over the agent's present connection."""
+    """One connection of a child to the relay. `number` is 0 while the child is not registered over the agent's present
+    connection."""
 
     __slots__ = ("acknowledged_at", "connection", "last_sent_at", "number", "reported_progress")
 
@@ -73,8 +73,8 @@ class ChildConnection:
         self.acknowledged_at = NEVER  # the same of the newest one that was acknowledged; NEVER: none was
 
     def update_acknowledged(self, acknowledged_at: float) -> None:
-        """Note that the scheduler's host last answered the agent at this loop time. The child's newest heartbeat or
-        registration counts as acknowledged if it was not sent later."""
+        """Mark the child's newest heartbeat or registration as acknowledged, unless it was sent after `acknowledged_at`, the
+        loop time at which the scheduler's host last answered the agent."""
         if acknowledged_at >= self.last_sent_at:
             self.acknowledged_at = self.last_sent_at
 
@@ -97,8 +97,7 @@ class ChildRelay:
         self._listeners: list[Listener] = []
 
     async def open(self, folder: str) -> None:
-        """Listen for children at a Unix socket in `folder`. Raises `UsageError` if it cannot be bound, for example because the
-        path is too long."""
+        """Listen for children at a Unix socket in `folder`. Raises `UsageError` if the socket cannot be bound."""
         self.socket_path = f"{folder}/{SOCKET_NAME}"
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -118,7 +117,6 @@ class ChildRelay:
 
     @property
     def has_socket(self) -> bool:
-        """Whether the socket still exists in the file system."""
         return Path(self.socket_path).exists()
 
     def close(self) -> None:
@@ -133,7 +131,7 @@ class ChildRelay:
     # -- the agent's own connection ----------------------------------------------------------------------------------
 
     def on_scheduler_connected(self, uplink: RelayUplink) -> None:
-        """Notify the children that the agent is connected to the scheduler; the numbers start over."""
+        """Notify the children that the agent has connected to the scheduler; number their registrations from 1 again."""
         self._uplink, self._scheduler_reachable, self._last_number = uplink, True, 0
         for child in self._connections.values():
             child.connection.send(SchedulerReachable(uplink.address, uplink.silence_s))
@@ -150,8 +148,8 @@ class ChildRelay:
             child.connection.send(SchedulerUnreachable(reason))
 
     def forward_to_children(self, message: Any) -> bool:
-        """Forward a message of the scheduler if it is for children. Return False if the agent must handle it: any message that
-        is not for children, and `LeaderHeartbeat`, which is for both."""
+        """Forward a message of the scheduler if it is for children. Return False if the agent must handle the message; this
+        includes `LeaderHeartbeat`, which is also forwarded."""
         if isinstance(message, ToChildrenEnvelope):
             for number in message.children:
                 if number in self._by_number:
@@ -228,10 +226,8 @@ class ChildRelay:
     # -- heartbeats --------------------------------------------------------------------------------------------------
 
     def _on_heartbeat(self, child: ChildConnection, progress: Progress) -> None:
-        """Queue the progress for the next batch. The start of a loop is sent now, because it changes how the scheduler handles
-        a failure. Other changes are sent `progress_interval_s` after the last flush, or with the agent's next heartbeat."""
         self._pending_progress[child.number] = progress
-        if progress.in_loop and not child.reported_progress.in_loop:
+        if progress.in_loop and not child.reported_progress.in_loop:  # it changes how the scheduler handles a failure
             self.flush_heartbeats()
         elif progress != child.reported_progress and self._flush_timer is None:
             loop = asyncio.get_running_loop()
@@ -263,14 +259,13 @@ class ChildRelay:
     # -- last contact of a child -------------------------------------------------------------------------------------
 
     def _since_child_heard_s(self, child: ChildConnection) -> float:
-        """Return the seconds since the child sent its newest acknowledged heartbeat or registration; infinite if there is none.
-        While no process listens at the scheduler's port, each refused connection attempt of the agent counts as an
-        acknowledgement, because only a running scheduler can reassign the rank."""
+        """Return the seconds since the child sent its newest acknowledged heartbeat or registration, or since a connection
+        attempt of the agent was refused because no scheduler listens, if that was later; infinite if none was acknowledged."""
         now = asyncio.get_running_loop().time()
         if self._uplink is None:
             return float("inf")
         if child.number:
             child.update_acknowledged(now - self._uplink.since_last_heard_s())
-        elif self._uplink.no_listener and child.acknowledged_at > NEVER:
+        elif self._uplink.no_listener and child.acknowledged_at > NEVER:  # only a running scheduler can reassign the rank
             child.acknowledged_at = max(child.acknowledged_at, now - self._uplink.since_last_heard_s())
         return now - child.acknowledged_at

@@ -36,8 +36,8 @@ START_PROGRAM: Final = (
 
 
 class SchedulerSupervisor:
-    """The scheduler and its standbys, `count` processes. `over` returns whether an exit is expected. `gave_up` is called with
-    an exit code and a reason when the last process has exited unexpectedly and is not restarted."""
+    """The scheduler and its standbys, `count` processes in total. `over` returns whether an exit is expected. `gave_up` is
+    called with an exit code and a reason when the last process has exited unexpectedly and is not restarted."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class SchedulerSupervisor:
             await process.start()
 
     async def stop(self, wait_s: float) -> None:
-        """Stop watching, send SIGINT to all processes, and kill those that still run after `wait_s` seconds."""
+        """Stop watching, send SIGINT to each running process, and kill those that still run after `wait_s` seconds."""
         await asyncio.gather(*(process.stop(wait_s) for process in self._processes))
 
     def signal(self, number: int) -> None:
@@ -153,8 +153,6 @@ class SchedulerProcess:
             os.close(output)
 
     def _read_last_line(self) -> str:
-        """Return the last line of the log, without the prefix up to the process name; `NO_LOG_OUTPUT` if the log is empty or
-        cannot be read."""
         with contextlib.suppress(OSError):
             *_, line = self._log_path.read_bytes()[-LAST_LINE_MAX:].decode(errors="replace").splitlines() or [""]
             return line.partition(" covey scheduler: ")[2] or line or NO_LOG_OUTPUT

@@ -1,4 +1,4 @@
-"""Environment variables of an agent's child: torchrun's, MindSpore's and covey's, so that scripts for each of them run."""
+"""Environment variables that an agent sets for its children: torchrun's, MindSpore's and covey's."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CLUSTER_VARIABLES: Final = (
 
 
 def drop_cluster_variables(environ: MutableMapping[str, str]) -> None:
-    """Remove `CLUSTER_VARIABLES` if COVEY_AGENT shows that a worker of another run started this process, so that the nested run
-    does not register with the outer cluster."""
+    """Remove `CLUSTER_VARIABLES` if COVEY_AGENT is set, so that a `covey run` started by a worker of another run does not
+    register with the outer cluster."""
     if AGENT_VARIABLE in environ:
         for name in CLUSTER_VARIABLES:
             environ.pop(name, None)
@@ -43,8 +43,9 @@ def make_worker_environment(
     folder: str,
     relay: str,
 ) -> dict[str, str]:
-    """Return the environment of one child; a spare gets no rank variables. `base` is the agent's environment with the variables
-    that options have added, `folder` its temporary directory, and `relay` the path of its relay's socket."""
+    """Return the environment of one child, without `RANK_VARIABLES` if the child is a spare. `base` is the agent's environment
+    with the variables that options have added, `folder` the agent's temporary directory, and `relay` the path of the relay's
+    socket."""
     env = {name: value for name, value in base.items() if name != "COVEY_TLS_SERVER_PASSWORD"}  # for the scheduler only
     rank, world, local = str(assignment.rank), str(start.world), str(assignment.local_rank)
     if start.local_world > 1:

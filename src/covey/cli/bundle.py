@@ -1,7 +1,7 @@
 """`covey bundle`: archive for a bug report with versions, settings, cluster, events, journal and logs.
 
-It holds at most `LOG_BYTES_MAX` bytes of the end of each log and `BUNDLE_BYTES_MAX` bytes in total, before compression. Secrets
-that `_collect_secrets` finds, and bearer tokens, are overwritten. Others, such as one that a script prints, are not recognized.
+The archive has at most `LOG_BYTES_MAX` bytes of the end of each log and `BUNDLE_BYTES_MAX` bytes in total, before compression.
+The secrets that `_collect_secrets` finds, and bearer tokens, are overwritten; other secrets in logs are not recognized.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ class Archive:
 
 
 def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, list[str]]:
-    """Write the archive; return its path, and a message for each file that could not be read or did not fit.
+    """Write the archive; return its path, and messages about parts that could not be read or did not fit.
 
-    `log_dir` and `journal` are directories; "": those of the cluster. Overwrite an existing `output`. Raise UsageError if a
-    directory is not readable, or if the cluster is needed and not found. Raise StoreError if the archive cannot be written.
+    `log_dir` and `journal` are directories; "": those of the cluster. An existing `output` is overwritten. Raise UsageError if
+    a directory is not readable, if `master` is invalid, or if neither directory is given and no cluster is found. Raise
+    StoreError if the archive cannot be written.
     """
     for directory in filter(None, (log_dir, journal)):
         if not os.access(directory, os.R_OK | os.X_OK) or not Path(directory).is_dir():
@@ -121,9 +122,9 @@ def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[
 
 
 def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | None, SchedulerAddress | None]:
-    """Return the registry entry and the scheduler's address of the cluster; the entry is None if it is not registered here.
+    """Return the cluster's registry entry, None if it is not registered here, and its scheduler's address.
 
-    If `status.find_cluster` raises UsageError, return (None, None), or raise it if `needed`.
+    If no cluster is found, return (None, None), or raise UsageError if `needed`.
     """
     try:
         scheduler = status.find_cluster(master)
@@ -135,10 +136,6 @@ def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | N
 
 
 def _add_cluster_state(archive: Archive, scheduler: SchedulerAddress) -> list[str]:
-    """Add view and events of the cluster as cluster.json and story.jsonl; return [].
-
-    If a request to the scheduler fails, at least one file is missing; return one message.
-    """
     try:
         archive.add_json("cluster.json", asyncio.run(ask_view(scheduler)))
         events = asyncio.run(ask_story(scheduler))
@@ -181,7 +178,7 @@ def _collect_versions() -> dict[str, Any]:
 def _collect_secrets(entry: RegistryEntry | None) -> set[bytes]:
     """Return the secrets of the settings, the content of COVEY_SECRET_FILE, and join secret and REST token of the cluster.
 
-    If `entry` is None, those of all running clusters of this user on this host are included.
+    Without `entry`, include join secrets and tokens of all running clusters of this user on this host.
     """
     settings = load_settings(os.environ).settings
     values = {str(getattr(settings, field)) for field, var in TABLE.items() if var.secret}

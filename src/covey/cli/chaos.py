@@ -1,6 +1,6 @@
-"""`covey chaos`: injects faults into a cluster's processes on this host and summarizes the recoveries.
+"""`covey chaos`: injects faults into a running cluster on this host and summarizes the recoveries.
 
-The next fault depends on a seed and on the state of the cluster (`core/cluster/fault_schedule.py`).
+`core/cluster/fault_schedule.py` chooses each fault from a seed and the state of the cluster.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SECONDS_PER_UNIT: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600
 
 
 class ChaosSummary(msgspec.Struct, frozen=True):
-    """Document that `--json` prints."""
+    """Summary of `covey chaos`, which `--json` prints."""
 
     cluster_id: str
     seed: int
@@ -88,7 +88,7 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 class Chaos:
-    """Fault injection into one cluster, which is observed through its scheduler."""
+    """Injector of faults into one cluster."""
 
     def __init__(self, scheduler: SchedulerAddress, seed: int, interval_s: float, requested: Sequence[Fault]) -> None:
         self._scheduler_address, self._seed, self._interval_s, self._requested_faults = scheduler, seed, interval_s, requested
@@ -103,11 +103,11 @@ class Chaos:
         self._possible_faults: list[Fault] = []
 
     async def run(self, for_s: float, times: int) -> ChaosSummary:
-        """Inject faults for `for_s` seconds, at most `times` (0: `FAULTS_MAX`), or until the cluster ends.
+        """Inject faults for at most `for_s` seconds, at most `times` faults (0: `FAULTS_MAX`), and return the summary.
 
-        Then wait until lasting faults are undone, and at most `RECOVERY_TIMEOUT_S` for the recoveries. Return the summary. If
-        this call is cancelled, active faults are undone. Raise PeerError if the scheduler is unreachable, UsageError if it
-        refuses or if no requested fault is possible here.
+        Before the return, wait until faults are undone, and at most `RECOVERY_TIMEOUT_S` until recoveries are closed. If this
+        call is cancelled, active faults are undone. Raise PeerError if the scheduler is unreachable, and UsageError if it
+        refuses or no requested fault is possible on this host.
         """
         loop = asyncio.get_running_loop()
         self._started_at = loop.time()
@@ -136,10 +136,6 @@ class Chaos:
         return ChaosSummary(view.cluster_id, self._seed, took, len(self._injected_faults), *known)
 
     def _select_possible_faults(self, view: ClusterView) -> list[Fault]:
-        """Return the requested faults that are possible here; print the reasons of the others on stderr.
-
-        Raise UsageError if none is possible.
-        """
         reasons = {fault: self._fault_blocker(fault, view) for fault in self._requested_faults}
         for fault, reason in reasons.items():
             if reason:
@@ -150,7 +146,7 @@ class Chaos:
         return possible
 
     def _fault_blocker(self, fault: Fault, view: ClusterView) -> str:
-        """Return why the fault is not possible here; "" if it is. For `Fault.CLOCK`, also store the path of the clock file."""
+        """Return why the fault is not possible on this host; "" if it is. For `Fault.CLOCK`, also set `_clock_file`."""
         scheduler = next(node.pid for node in view.nodes if node.role is Role.SCHEDULER)
         here = [node.pid for node in _view_of_this_host(view).nodes if node.role is not Role.SCHEDULER and node.pid]
         try:
@@ -175,10 +171,7 @@ class Chaos:
         return ""
 
     async def _follow_view(self) -> None:
-        """Store the newest view and the recoveries that views show. Reconnect if the scheduler restarts.
-
-        Return when the cluster has ended, or when the connection is lost and no `covey run` of it runs on this host any more.
-        """
+        """Store each view and its recoveries until the cluster ends. Reconnect if the connection to the scheduler is lost."""
         loop = asyncio.get_running_loop()
         while not self._cluster_ended.is_set():
             with contextlib.suppress(PeerError):
@@ -225,10 +218,6 @@ class Chaos:
             number += 1
 
     async def _inject_fault(self, planned: PlannedFault) -> None:
-        """Print a fault on stderr and inject it; if its process is gone, only print it.
-
-        Wait until a fault with a duration is undone. After a kill of scheduler or template, wait as `_measure_downtime`.
-        """
         words = " ".join([str(planned.fault), planned.node, f"for {planned.for_s:.1f} s" if planned.for_s else ""])
         click.echo(f"covey: {planned.at_s:6.1f} s  {' '.join(words.split())}", err=True)
         with contextlib.suppress(chaos_faults.ProcessGone):
@@ -264,21 +253,12 @@ class Chaos:
         return next((node.pid for node in self._view.nodes if node.role is Role.SCHEDULER), 0)
 
     async def _measure_downtime(self, planned: PlannedFault, is_back: Callable[[], bool]) -> None:
-        """Wait until the killed process is back and record how long that took.
-
-        Record nothing if that takes more than `RESTART_TIMEOUT_S`, or if the cluster ends before.
-        """
         loop = asyncio.get_running_loop()
         began = loop.time()
         if await self._wait_until(is_back, RESTART_TIMEOUT_S):
             self._downtime_ms[planned.number] = 1000 * (loop.time() - began)
 
     async def _wait_for_recoveries(self) -> None:
-        """Wait until the cluster is READY and every recovery is closed, because the summary shows their outcomes.
-
-        Return earlier if the cluster ends, and after `RECOVERY_TIMEOUT_S`.
-        """
-
         def settled() -> bool:
             open_ = any(seen.incident.outcome is Outcome.OPEN for seen in self._recoveries.values())
             return self._view is not None and self._view.phase is Phase.READY and not open_
@@ -294,15 +274,11 @@ class Chaos:
 
 
 def _view_of_this_host(view: ClusterView) -> ClusterView:
-    """Return the view without the nodes of other hosts, whose processes cannot be reached from here."""
     return msgspec.structs.replace(view, nodes=[node for node in view.nodes if node.host == socket.gethostname()])
 
 
 def _find_run_processes(view: ClusterView) -> list[psutil.Process]:
-    """Return this user's `covey run` and `covey federated up` processes whose children are nodes of this cluster on this host.
-
-    Raise UsageError if there is none.
-    """
+    """Return the `covey run` and `covey federated up` processes of this user whose children are nodes of this cluster."""
     found: dict[psutil.Process, None] = {}
     for node in _view_of_this_host(view).nodes:
         with contextlib.suppress(chaos_faults.ProcessGone):
@@ -315,8 +291,9 @@ def _find_run_processes(view: ClusterView) -> list[psutil.Process]:
 def run_chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
     """Inject faults, print the summary and return the exit code.
 
-    The code is PEER_FAILED if the cluster is still HEALING or a recovery ended it, else 0. After SIGTERM or SIGHUP it is 128 +
-    SIGTERM, without a summary. Raise UsageError for an invalid option, and the errors of `find_cluster` and `Chaos.run`.
+    The code is PEER_FAILED if the cluster is still HEALING or a recovery ended the cluster, else 0. After SIGTERM or SIGHUP it
+    is 128 + SIGTERM, without a summary. Raise UsageError for an invalid option, and the errors of `find_cluster` and
+    `Chaos.run`.
     """
     interval_s, for_s, faults = parse_fault_interval_s(rate), parse_duration_s(length), parse_faults(wanted)
     try:

@@ -1,4 +1,4 @@
-"""Shell completion: the script of a shell, and the completion of `covey run` and of clusters."""
+"""Shell completion: the script of each shell, and the completion of `covey run` and of cluster addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def completion_script(verbs: click.Command, shell: str) -> str:
 
 
 class RunCompletion(click.Command):
-    """Command that completes the options of `covey run` from its table, and other words as files."""
+    """Command that completes the options of `covey run`, and other words as files."""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         from covey.cli.run.options import OPTION_BY_NAME

@@ -161,9 +161,9 @@ async def _run_supervisor(supervisor: Any, logs: list[Path], addresses: str) -> 
 
 
 async def _announce_start(before: dict[Path, int], addresses: str) -> None:
-    """Print the addresses when every server has started, and a notice if that takes more than `WAIT_NOTICE_S`.
+    """Print the addresses when every server on this host has started, and a notice if that takes more than `WAIT_NOTICE_S`.
 
-    `before` has the size of each server's log before the start. A server has started if `STARTED_MARKER` follows in its log.
+    `before` maps the log of each server to its size before the start.
     """
     loop = asyncio.get_running_loop()
     late = loop.call_later(WAIT_NOTICE_S, click.echo, f"waiting for the scheduler or for other servers: {addresses}")
@@ -213,10 +213,8 @@ def status(master: str, as_json: bool) -> None:
 
 
 def _find_federated_cluster(master: str) -> RegistryEntry:
-    """Return the registry entry of this user's federated cluster on this host at `master`; "": of the only one.
-
-    A cluster is federated if the name of its job begins with "federated". Raise UsageError if there is none, or several.
-    """
+    """Return the entry of this user's federated cluster on this host at `master`; if `master` is "", of the only one. Raise
+    UsageError if there is none, or several."""
     running = [entry for entry in cluster_registry.running_clusters() if entry.job.startswith("federated")]
     if master:
         running = [entry for entry in running if entry.address == master]

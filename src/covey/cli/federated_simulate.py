@@ -112,7 +112,6 @@ def _check_options(positive: dict[str, float], fractions: dict[str, float], nonn
 
 
 def _run_with_progress(run: Iterator[RoundResult], rounds: int) -> list[RoundResult]:
-    """Run all rounds and return their results; show a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -18,9 +18,8 @@ from covey.storage import cluster_registry
 def kill_process(master: str, wanted: str) -> tuple[NodeView, str]:
     """Kill the process of a rank, of a node such as pserver:0, or of the scheduler; return the node and a message.
 
-    The scheduler is killed by this process, another node by its agent, possibly after the return. Raise UsageError for an
-    unknown cluster or node. Raise PeerError if the scheduler is unreachable or refuses, if the node has no agent, or if a
-    scheduler to kill is not a process of this user on this host.
+    A process other than the scheduler is killed by its agent, possibly after the return. Raise UsageError for an unknown
+    cluster or node, and PeerError if the scheduler is unreachable or the process cannot be killed.
     """
     scheduler = status.find_cluster(master)
     view = status.fetch_view_with_spinner(scheduler)
@@ -35,7 +34,8 @@ def kill_process(master: str, wanted: str) -> tuple[NodeView, str]:
 
 
 def find_node(view: ClusterView, wanted: str) -> NodeView:
-    """Return the worker with this rank (digits), or the node with this name or "scheduler". Raise UsageError if none exists."""
+    """Return the node that `wanted` names: the rank of a worker, the name of a node, or "scheduler". Raise UsageError if there
+    is none."""
     if wanted.isdecimal():
         workers = {node.rank: node for node in view.nodes if node.role is Role.WORKER}
         if int(wanted) not in workers:
@@ -49,10 +49,7 @@ def find_node(view: ClusterView, wanted: str) -> NodeView:
 
 
 def _kill_scheduler(view: ClusterView, node: NodeView) -> str:
-    """Send SIGKILL to the scheduler and return a message.
-
-    Raise PeerError if the registry does not have it as a running process of this user on this host.
-    """
+    """Kill the scheduler and return a message. Raise PeerError unless the registry lists it for this user on this host."""
 
     def is_ours() -> bool:
         return any(

@@ -1,4 +1,4 @@
-"""The commands operator install, operator run, submit, jobs and logs --job."""
+"""Implementation of the commands operator install, operator run, submit, jobs and logs --job."""
 
 from __future__ import annotations
 
@@ -60,10 +60,9 @@ def _run_async(work: Coroutine[Any, Any, None]) -> None:
 
 
 def install_operator(where: KubernetesTarget, image: str, *, dry_run: bool, ascend: bool, as_json: bool) -> None:
-    """Apply the objects of an installation of the operator, or print them with `dry_run`.
+    """Apply the manifests of an installation of the operator, or print them with `dry_run`.
 
-    They are those of deploy/v1/covey-operator.yaml, changed according to the arguments. Raise UsageError without a usable
-    kubeconfig, and `ApiError` at the first object that is not accepted.
+    Raise UsageError without a usable kubeconfig, and `ApiError` at the first object that the API server does not accept.
     """
     from covey.kubernetes import manifests
 
@@ -92,7 +91,7 @@ def _print_manifests(objects: list[KubeObject], as_json: bool) -> None:
 
 
 def run_operator(where: KubernetesTarget, console: int = -1, **options: Any) -> None:
-    """Run the operator in this process until SIGTERM or SIGINT. `options` are fields of `OperatorOptions`.
+    """Run the operator in this process until SIGTERM, SIGINT or an error. `options` are fields of `OperatorOptions`.
 
     With `console` >= 0, also serve the console of the jobs on that port; 0: on a free port.
     """
@@ -109,10 +108,7 @@ def run_operator(where: KubernetesTarget, console: int = -1, **options: Any) -> 
 
 
 async def _serve_jobs_console(port: int, token: str, operator: Operator) -> None:
-    """Serve the console of the jobs on loopback, for `kubectl port-forward`, until cancelled. Port 0 is a free port.
-
-    Raise UsageError if the port cannot be used.
-    """
+    """Serve the console of the jobs on loopback, for `kubectl port-forward`, until cancelled. Port 0 is a free port."""
     from covey.management import jobs_api
     from covey.management.http_server import HttpServer
 
@@ -199,7 +195,7 @@ def build_msjob(options: SubmitOptions) -> tuple[KubeObject, str]:
 
 
 def _read_script(script: Path) -> str:
-    """Return the text of a local script, or "" if it is not a file. Raise UsageError if it is unreadable or empty."""
+    """Return the text of a local script, or "" if `script` is not a local file."""
     try:
         if not script.is_file():
             return ""
@@ -216,8 +212,8 @@ def _read_script(script: Path) -> str:
 def submit_job(where: KubernetesTarget, options: SubmitOptions, *, dry_run: bool, as_json: bool) -> None:
     """Create the MSJob and, for a local script, its ConfigMap, or print them with `dry_run`.
 
-    Raise UsageError if one of them exists or an option is invalid, and `ApiError` if the API server refuses for another reason.
-    If the ConfigMap cannot be created, the MSJob remains.
+    Raise UsageError if the MSJob or ConfigMap exists or an option is invalid, and `ApiError` if the API server refuses for
+    another reason. If the ConfigMap cannot be created, the MSJob remains.
     """
     from covey.kubernetes.pod_builder import owner_reference
 

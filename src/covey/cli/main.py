@@ -55,10 +55,6 @@ def main() -> None:
 
 
 def _exit_on_system_error(error: Exception) -> None:
-    """Print a system error, with advice if a limit was reached, and exit.
-
-    The exit code is PORT_IN_USE if an address is in use, else DISK.
-    """
     number = error.errno if isinstance(error, OSError) else 0
     advice = ": raise the limit of open files (ulimit -n)" if number == errno.EMFILE else ""
     advice = advice or ("" if number else ": raise the limit of processes or memory (ulimit -u, -v)")

@@ -1,4 +1,4 @@
-"""Client of a scheduler for commands: one request, or a stream of views or events, per connection."""
+"""Client with which commands send requests to a scheduler and follow its views and events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCHEDULER_RETURN_TIMEOUT_S: Final = 10.0  # for a lost scheduler to return
 
 
 class SchedulerSession:
-    """One connection to a scheduler, as an async context manager. If 1,000 received messages wait, the oldest is dropped."""
+    """One connection to a scheduler, as an async context manager. Of received messages that wait, the newest 1,000 are kept."""
 
     def __init__(self, scheduler: SchedulerAddress) -> None:
         self._scheduler_address = scheduler
@@ -108,16 +108,14 @@ class SchedulerSession:
         """Send a message and return the next message received.
 
         Raise PeerError if the connection closes or no message arrives within `REPLY_TIMEOUT_S`, and UsageError if the message
-        cannot be sent (`_send`).
+        cannot be encoded.
         """
         self._send(message)
         return await self._next_reply(REPLY_TIMEOUT_S)
 
     async def follow_views(self) -> AsyncIterator[ClusterView]:
-        """Yield the cluster's view, now and after changes, until the connection closes.
-
-        Raise UsageError if the scheduler refuses because too many clients follow the view.
-        """
+        """Yield the cluster's view, now and after changes, until the connection closes. Raise UsageError if the scheduler
+        refuses."""
         self._send(ViewRequest(follow=True))
         while True:
             try:
@@ -130,10 +128,9 @@ class SchedulerSession:
                 yield msgspec.json.decode(reply.view, type=ClusterView)
 
     async def read_events(self, request: EventsRequest) -> AsyncIterator[list[Event]]:
-        """Yield a list of the newest events. With `request.follow`, then yield lists of new ones until the connection closes.
+        """Yield a list of the newest events. With `request.follow`, then yield lists of new events until the connection closes.
 
-        Yield nothing if no reply arrives. Raise UsageError if the scheduler refuses because too many clients follow, or if the
-        request cannot be sent (`_send`).
+        Yield nothing if no reply arrives. Raise UsageError if the scheduler refuses, or if the request cannot be encoded.
         """
         self._send(request)
         while True:
@@ -149,7 +146,7 @@ class SchedulerSession:
                 return
 
     def _send(self, message: Message) -> None:
-        """Send a message. Raise UsageError if it cannot be encoded and decoded, because a value is too long or not UTF-8."""
+        """Send a message. Raise UsageError if its encoding cannot be decoded, because a value is too long or not UTF-8."""
         assert self._connection is not None
         try:
             msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
@@ -191,10 +188,11 @@ def _unexpected_reply(scheduler: SchedulerAddress) -> PeerError:
 async def follow_events(
     scheduler: SchedulerAddress, node: str = "", reconnect_timeout_s: float = SCHEDULER_RETURN_TIMEOUT_S
 ) -> AsyncIterator[Event]:
-    """Yield the newest events and then new ones, until the cluster's event "ended". With `node`, only those that mention it.
+    """Yield the newest events and then new ones; with `node`, only events that mention that node.
 
-    Retry a lost connection for `reconnect_timeout_s`, then raise PeerError. If the first connection fails, raise PeerError
-    unless `reconnect_timeout_s` is infinite. Raise UsageError if too many clients follow.
+    Return after the cluster's event "ended", which is received only if `node` is "" or the event mentions it. Retry a lost
+    connection for `reconnect_timeout_s`, then raise PeerError. If the first connection fails, raise PeerError unless
+    `reconnect_timeout_s` is infinite. Raise UsageError if the scheduler refuses.
     """
     after, tried_until = 0.0, math.inf if reconnect_timeout_s == math.inf else 0.0
     clock = asyncio.get_running_loop().time
@@ -237,7 +235,7 @@ async def request_stop(scheduler: SchedulerAddress, reason: str) -> None:
 
 
 async def request_kill(scheduler: SchedulerAddress, node: str) -> str:
-    """Request that a node's agent kills its process; return the scheduler's reason when it has accepted.
+    """Request that a node's agent kills the node's process; return the scheduler's message when it has accepted.
 
     Raise PeerError if the scheduler refuses, is unreachable or does not reply.
     """
@@ -251,7 +249,7 @@ async def request_kill(scheduler: SchedulerAddress, node: str) -> str:
 
 
 async def request_scale(scheduler: SchedulerAddress, workers: int, servers: int = -1) -> ScaleAccepted:
-    """Request a number of workers or of parameter servers (-1: unchanged); return the decision, before it is carried out.
+    """Request a number of workers or of parameter servers (-1: unchanged); return the acceptance, before the change is made.
 
     Raise PeerError if the scheduler refuses, is unreachable or does not reply.
     """

@@ -1,4 +1,4 @@
-"""The commands status, nodes, logs and env, and the selection of the cluster."""
+"""The commands status, nodes, logs and env, and the selection of the cluster to which a command connects."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PIPE_WIDTH = 1000  # columns of a table that is not printed to a terminal
 
 
 def find_cluster(master: str) -> SchedulerAddress:
-    """Return address and credentials of the scheduler to which a command connects. No connection is made.
+    """Return address and credentials of the scheduler to which a command connects; no connection is made.
 
     The address is `master` (HOST:PORT, or several with commas), else that of this user's only cluster on this host. If none
-    runs here, it is MS_SCHED_HOST and MS_SCHED_PORT. Raise UsageError if there is no address, or several clusters to choose
-    from, or if the address, secret or TLS files are not usable.
+    runs here, it is MS_SCHED_HOST and MS_SCHED_PORT. Raise UsageError if there is no address, if several clusters run here and
+    `master` is "", or if the address, secret or TLS files are not usable.
     """
     running = cluster_registry.running_clusters()
     settings = load_settings(os.environ).settings
@@ -63,9 +63,9 @@ def find_cluster(master: str) -> SchedulerAddress:
 
 
 def address_from_entry(entry: RegistryEntry) -> SchedulerAddress:
-    """Return the scheduler's address of a registry entry, with the entry's secret and TLS config file.
+    """Return address and credentials of the scheduler of a registry entry.
 
-    Those that the entry lacks come from this process's settings. Raise UsageError if they are not usable.
+    A secret or TLS config file that the entry lacks comes from this process's settings. Raise UsageError if it is not usable.
     """
     host, port = address.split_host_port(entry.address)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -88,9 +88,9 @@ def fetch_view_with_spinner(scheduler: SchedulerAddress) -> ClusterView:
 
 
 def print_status(master: str, as_json: bool) -> None:
-    """Print the cluster that `find_cluster` returns; if `master` is "" and several run here, all clusters of this user.
+    """Print the status of the cluster that `find_cluster` returns; if `master` is "" and several run here, of each of them.
 
-    Of several clusters, one that does not reply is printed with the reason. With one cluster, PeerError is raised.
+    If one of several clusters does not reply, print the error; if a single cluster does not, raise PeerError.
     """
     running = cluster_registry.running_clusters()
     if master or len(running) < 2:
@@ -141,9 +141,10 @@ def format_node_lines(view: ClusterView) -> list[str]:
 
 
 def print_logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> None:
-    """Print the log of one rank, or of all ranks (None), if it is on this host; print to stderr where other logs are.
+    """Print the log of one rank, or of all ranks (None); for a rank without a log on this host, print a line to stderr.
 
-    With `follow`, continue as `_print_log_files`. Raise UsageError if the rank does not exist or there are no workers.
+    With `follow`, print new lines until the connection to the scheduler closes. Raise UsageError if the rank does not exist or
+    there are no workers.
     """
     view = fetch_view_with_spinner(find_cluster(master))
     workers = [n for n in view.nodes if n.role is Role.WORKER and rank in (None, n.rank)]
@@ -161,10 +162,7 @@ def print_logs(master: str, rank: int | None, follow: bool, as_json: bool = Fals
 
 
 async def _print_log_files(paths: dict[int, str], followed: SchedulerAddress | None, as_json: bool) -> None:
-    """Print the files, by rank. With `followed`, continue as they grow until the connection to that scheduler closes.
-
-    The connection closes when the cluster ends, and also when the scheduler dies.
-    """
+    """Print the files; with `followed`, also their new lines until the connection to that scheduler closes."""
     ended = followed is None
 
     async def watch(scheduler: SchedulerAddress) -> None:
@@ -194,7 +192,7 @@ def print_log_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
 
 
 def print_settings(as_json: bool) -> None:
-    """Print every setting with its value ("(set)" for a secret), origin and meaning."""
+    """Print every setting with its value, origin and meaning; the value of a secret is not shown."""
     found = settings_table(load_settings(os.environ))
     if as_json:
         click.echo(

@@ -32,9 +32,10 @@ def create_certificates(folder: str, names: tuple[str, ...], days: int, password
 
 
 def revoke_certificate(folder: str, certificate: str, password: str, *, as_json: bool) -> None:
-    """Add a certificate to crl.pem in `folder` and print that path. It is given as a p12 file or as a decimal serial number.
+    """Add a certificate, given as a p12 file or as a decimal serial number, to crl.pem in `folder`, and print the path of
+    crl.pem.
 
-    `password` is as in `create_certificates`. Raise UsageError if an argument or file is not usable, and StoreError if the list
+    `password` is as in `create_certificates`. Raise UsageError if an argument or file is not usable, and StoreError if crl.pem
     cannot be written.
     """
     from covey.transport import local_ca

@@ -44,10 +44,8 @@ async def _print_views(scheduler: SchedulerAddress) -> None:
 
 
 def print_events(master: str, follow: bool, as_json: bool) -> None:
-    """Print the newest events, one per line; with `follow`, also new ones until the cluster ends.
-
-    Raise PeerError if the scheduler is unreachable. With `follow`, a lost connection is retried (`follow_events`).
-    """
+    """Print the newest events, one per line; with `follow`, also new events until the cluster ends. Raise PeerError if the
+    scheduler is unreachable."""
     print_one = partial(_print_event, as_json=as_json)
     if follow:
         return asyncio.run(_print_new_events(find_cluster(master), print_one))
@@ -64,7 +62,7 @@ async def _print_new_events(scheduler: SchedulerAddress, print_one: Callable[[Ev
 def print_node_events(master: str, node: str, as_json: bool) -> None:
     """Print the newest events that mention a node, such as pserver:0; a number N stands for worker:N.
 
-    If it has no events, print its state, or nothing with `as_json`. Raise UsageError if there is no such node.
+    If no event mentions the node, print its state, or nothing with `as_json`. Raise UsageError if there is no such node.
     """
     name = f"worker:{node}" if node.isdigit() else node
     found = asyncio.run(ask_story(find_cluster(master), name))

@@ -1,8 +1,7 @@
 """State machines and pure functions that decide about clusters, federated rounds, MSJobs and leader election.
 
-A state machine takes an event and the current time, and returns effects. A pure function returns its decision and, in most
-cases, the reason. The processes in the other packages carry the effects out. This package uses no sockets, files, clocks,
-random numbers, asyncio or torch.
+The machines of clusters and federated rounds have a method `step(event, now)` that returns effects, which the processes in the
+other packages carry out. This package uses no sockets, files, clocks, random numbers, asyncio or torch.
 
     `cluster`             the scheduler's state machine and a node's, for a training cluster
     `federated`           the state machine of federated rounds, secure aggregation, privacy accounting

@@ -9,7 +9,7 @@ LOOPBACK_NAMES: Final = frozenset({"localhost", "ip6-localhost", "ip6-loopback"}
 
 
 def parse_ip(text: str) -> IPv4Address | IPv6Address | None:
-    """Return `text` as an IP address; None if it is not one. An IPv6 address such as ::ffff:1.2.3.4 is returned as IPv4."""
+    """Return `text` as an IP address, an IPv4-mapped one (::ffff:1.2.3.4) as IPv4; None if it is not an IP address."""
     try:
         address = ip_address(text)
     except ValueError:
@@ -19,11 +19,11 @@ def parse_ip(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def is_loopback_ip(text: str) -> bool:
-    """Return whether `text` is a loopback IP address. False for every host name, also for localhost."""
+    """Return whether `text` is a loopback IP address; False for a host name, also for localhost."""
     address = parse_ip(text)
     return address is not None and address.is_loopback
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback IP address or one of `LOOPBACK_NAMES`. Other names are not resolved: False."""
+    """Return whether `host` is a loopback IP address or one of `LOOPBACK_NAMES`; other names are not resolved."""
     return host in LOOPBACK_NAMES or is_loopback_ip(host)

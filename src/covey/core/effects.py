@@ -34,14 +34,14 @@ class Persist(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message over a connection, or drop it if the connection is not open. A node has one, with the number 0."""
+    """Send a message over a connection, or drop it if the connection is not open. A node's only connection is 0."""
 
     message: Any  # FromScheduler at the scheduler, FromNode at a node
     connection: int = 0
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Close a connection after the messages queued on it were sent. A node has one, with the number 0."""
+    """Close a connection after the messages queued on it were sent. A node's only connection is 0."""
 
     connection: int = 0
 
@@ -57,7 +57,7 @@ class PublishEvent(msgspec.Struct, frozen=True):
 
 
 class EndCluster(msgspec.Struct, frozen=True):
-    """Scheduler only: end with this exit code, once members and agents have disconnected or a grace period is over."""
+    """Scheduler only: end the scheduler with this code, once members and agents have disconnected or a grace period is over."""
 
     code: int
     reason: str
@@ -65,7 +65,7 @@ class EndCluster(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Node only: make one attempt to connect to the scheduler or a standby; an event follows with the result."""
+    """Node only: make one attempt to connect to the scheduler or a standby; the result follows as an event."""
 
 
 class SendHeartbeat(msgspec.Struct, frozen=True):

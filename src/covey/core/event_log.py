@@ -38,13 +38,13 @@ def event_row(event: Event) -> EventRow:
 
 
 class EventLog:
-    """The newest `EVENTS_MAX` events, oldest first. Adding another one drops the oldest."""
+    """The newest `EVENTS_MAX` events, oldest first; adding an event to a full log drops the oldest."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
 
     def restore(self, rows: Iterable[EventRow]) -> None:
-        """Add the events of an earlier scheduler, oldest first. Raise `ValueError` if a level or an outcome is unknown."""
+        """Add stored events, oldest first. Raise `ValueError` if a level or an outcome is unknown."""
         for at, node, what, reason, level, outcome in rows:
             self._events.append(Event(at, node, what, reason, Level(level), Outcome(outcome) if outcome else None))
 

@@ -1,7 +1,6 @@
 """Events: the inputs of the scheduler's and the node's state machine, named in the past tense.
 
-The runtimes make them from sockets, timers, journals and requests; the simulation generates them. The federation machine uses
-`MessageReceived`, `ConnectionLost` and `Tick` too.
+The federation machine uses `MessageReceived`, `ConnectionLost` and `Tick` too.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from covey.core.types import Record, ScriptError
 
 
 class MessageReceived(msgspec.Struct, frozen=True):
-    """A message arrived over a connection. A node has one connection, with the number 0."""
+    """A message arrived over a connection. A node's only connection is 0."""
 
     message: Any  # FromNode at the scheduler, FromScheduler at a node
     connection: int = 0  # at the scheduler, 0: a request of its own process, such as REST
 
 
 class ConnectionLost(msgspec.Struct, frozen=True):
-    """A connection was lost or closed; at a node also: an attempt to connect failed. A node has one, with the number 0."""
+    """A connection was lost or closed; at a node also: an attempt to connect failed. A node's only connection is 0."""
 
     reason: str
     connection: int = 0

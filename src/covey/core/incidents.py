@@ -1,8 +1,6 @@
 """Incidents: records of recoveries and resizes with cause, strategy, reason, stages, durations and outcome.
 
-An incident is open from the decision about a fault or request until it has an outcome, such as that all ranks have resumed. A
-fault during a recovery opens a further incident. Open incidents reach the later stages together, because the ranks resume
-together; those that add or remove parameter servers are closed separately.
+An incident is open from the decision about a fault or request until its outcome is known. Several can be open at the same time.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Leader election by a lease in a store that can compare and swap: one leader at a time.
 
-`renew_interval_s`, `step_down_after_s` and `can_take_lease` are the rules of every lease, of schedulers and of operators
+`renew_interval_s`, `step_down_after_s` and `can_take_lease` are the rules for leases of schedulers and of operators
 (`kubernetes/operator_lease.py`). `Candidate` is the state machine of one scheduler.
 
-The lease is one cell of the store. Its holder periodically writes a new beat number into it; the other candidates read it. A
-candidate may take a cell that has no holder, or that has not changed for the whole duration by the candidate's own clock. A
-holder steps down earlier: two thirds of the duration after the start of its last successful write. So there are not two leaders
-at the same time. Clocks need not agree, but must run at about the same speed.
+The lease is one cell of the store. Its holder periodically writes a new beat number into it; the other candidates read it. They
+may take a cell that has no holder, or that has not changed for the whole duration by their own clock. The holder steps down
+earlier: two thirds of the duration after the start of its last successful write. Clocks need not agree, but must run at about
+the same speed.
 
-Each new holder has a *fencing token* that is higher than that of every holder before it. The greeting on each connection and
-every journal write of a leader carry it. A node refuses a connection, and the journal a write, with a token lower than the
-highest it has seen.
+A candidate that takes the lease raises the *fencing token*. The greeting on each connection and every journal write of a leader
+carry it. A node refuses a connection, and the journal a write, with a token lower than the highest it has seen.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CHECKS_PER_LEASE = 5  # reads or renewals of the cell within one duration
 
 
 def renew_interval_s(duration_s: float) -> float:
-    """Return the seconds between two renewals by the leader, and the longest time between two reads by another candidate."""
+    """Return the longest time in seconds between two renewals by the leader, or two reads by another candidate."""
     return duration_s / CHECKS_PER_LEASE
 
 
@@ -32,8 +31,7 @@ def step_down_after_s(duration_s: float) -> float:
 
 
 def can_take_lease(name: str, holder: str, *, unchanged_s: float, duration_s: float) -> bool:
-    """Return whether candidate `name` may take a lease: `holder` is "" or `name`, or the lease has not changed for the whole
-    duration. `unchanged_s` is measured by the candidate's own clock."""
+    """Return whether candidate `name` may take a lease: `holder` is "" or `name`, or it was unchanged for the duration."""
     return holder in ("", name) or unchanged_s >= duration_s
 
 
@@ -50,12 +48,12 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class ReadLease(msgspec.Struct, frozen=True):
-    """Action: read the cell, then call `on_lease_read`; `on_store_failed` if that fails."""
+    """Action: read the cell, then call `on_lease_read`, or `on_store_failed` if the store does not answer."""
 
 
 class WriteLease(msgspec.Struct, frozen=True):
-    """Action: replace the cell if it is unchanged since the last read or write, then call `on_lease_written`. Call
-    `on_store_failed` if the store does not answer."""
+    """Action: replace the cell if it is unchanged since the last read or write, then call `on_lease_written`; call
+    `on_store_failed` instead if the store does not answer."""
 
     record: LeaseRecord
 
@@ -123,8 +121,7 @@ class Candidate:
             self.due_at = now
 
     def on_lease_written(self, cell: LeaseRecord, done: bool) -> None:
-        """Become or remain the leader if the write succeeded (`done`). Otherwise another candidate has changed the cell, and
-        the next action reads it."""
+        """Become or remain the leader if the write succeeded (`done`); otherwise the next action reads the cell."""
         if not done:
             return self.on_store_failed()
         self.last_record, self.token, self._saw_holder = cell, cell.token, True
@@ -136,14 +133,12 @@ class Candidate:
         self._is_record_known = False
 
     def raise_token(self, token: int) -> None:
-        """Step down, because the journal has this higher token. The next token of this candidate is higher still."""
+        """Step down; the next token of this candidate will be higher than `token`, which the journal has."""
         self._highest_token, self.token = max(self._highest_token, token), 0
 
     def release_lease(self) -> WriteLease | None:
-        """Step down. Return the write that releases the lease, so that the next leader need not wait.
-
-        Return None if this candidate does not lead, or if the last store call failed. The lease then expires.
-        """
+        """Step down; return the write that releases the lease, or None if this candidate does not lead or its last store
+        call failed."""
         mine, self.token = self.token, 0
         return WriteLease(msgspec.structs.replace(self.last_record, holder="")) if mine and self._is_record_known else None
 

@@ -273,7 +273,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
     @property
     def node_number(self) -> int:
-        """The node id as a number. It does not change when the rank changes. Raise `ValueError` if it is not a number."""
+        """The node id as a number. Raise `ValueError` if it is not a number."""
         return int(self.node_id)
 
 
@@ -401,7 +401,7 @@ class CollectiveNumber(msgspec.Struct, frozen=True, order=True):
 
     @staticmethod
     def parse(text: str) -> CollectiveNumber | None:
-        """Return the number for a text such as "12.3", as `str` returns it; None for any other text."""
+        """Return the number for a text such as "12.3"; None if the text has another form."""
         found = re.fullmatch(r"(-?\d{1,12})\.(\d{1,12})", text, re.ASCII)
         return CollectiveNumber(int(found[1]), int(found[2])) if found else None
 

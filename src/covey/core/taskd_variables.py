@@ -32,9 +32,9 @@ class TaskdSetting(NamedTuple):
 
 
 def read_taskd_settings(environ: Mapping[str, str], *, without: Container[str], default: str) -> dict[str, TaskdSetting]:
-    """Return the settings "job" and "strategy" as TaskD's variables give them; without the fields in `without`.
+    """Return the settings "job" and "strategy" that TaskD's variables give, except those in `without`.
 
-    A field whose variables are all unset or empty is left out. `default` lists the strategies, separated by commas, if
+    A setting whose variables are all unset or empty is left out. `default` lists the strategies, separated by commas, if
     HIGH_AVAILABILITY is not set. Raise `UsageError` if a variable for the strategies is invalid.
     """
     found: dict[str, TaskdSetting] = {}

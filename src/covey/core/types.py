@@ -37,26 +37,21 @@ class Role(StrEnum):
 
 
 class NodeState(StrEnum):
-    """State of a member.
+    """State of a member."""
 
-    WAITING until the cluster has formed, then ALIVE. SUSPECT after half the node timeout without a heartbeat, or after a
-    restart of the scheduler. DEAD after the full timeout or another failure. LEFT after an exit with code 0; a spare after any
-    exit, and after its promotion.
-    """
-
-    WAITING = "waiting"
+    WAITING = "waiting"  # the cluster has not formed
     ALIVE = "alive"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-    LEFT = "left"
+    SUSPECT = "suspect"  # it, or its agent, is silent or has not re-attached yet
+    DEAD = "dead"  # failed
+    LEFT = "left"  # exited without a failure; of a spare: it has no process
 
 
 class Phase(StrEnum):
     """Phase of a training cluster."""
 
-    FORMING = "forming"  # until every role has its required number of members
-    READY = "ready"  # no member is dead or suspect, and all ranks have resumed
-    HEALING = "healing"  # a recovery, resize or dump is in progress
+    FORMING = "forming"  # until the ranks are assigned
+    READY = "ready"  # running normally, though members may be suspect
+    HEALING = "healing"  # a recovery (except a retry), a resize of the world or a dump is in progress
     RETURNING = "returning"  # a restarted scheduler is waiting for its members to re-attach
     ENDED = "ended"
 
@@ -92,7 +87,6 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
     @property
     def default_target_workers(self) -> int:
-        """Target number of workers unless another one was requested: `worker_num`, or `worker_max` if that is greater."""
         return max(self.worker_num, self.worker_max)
 
     @property
@@ -104,10 +98,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
         return self.recovery and self.agents_return and self.checks_heartbeats
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must not differ between a node and the scheduler, by variable; the job by its own key.
-
-        The job is included if it has a name, the settings of parameter servers if there are any.
-        """
+        """Return the settings that a node and the scheduler must have in common, by variable name; the job's name by its own
+        key."""
         found = {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
         found |= {JOB_FINGERPRINT_KEY: self.job} if self.job else {}
         return found | self.serving if self.server_num else found
@@ -119,10 +111,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A machine or container as a node reports it. The name is only for display.
+    """A machine or container as a node reports it; `name` is only for display.
 
-    `id` is COVEY_HOST_ID, or a hash of boot id and namespaces. `life` is COVEY_HOST_LIFE, such as a pod's UID; "" if not set.
-    It distinguishes a host from its successor with the same id.
+    `id` is COVEY_HOST_ID, or a hash of boot id and namespaces. `life` is COVEY_HOST_LIFE, such as a pod's UID, which
+    distinguishes a host from its successor with the same id; "" if not set.
     """
 
     id: ShortText
@@ -159,7 +151,7 @@ class ScriptError(msgspec.Struct, frozen=True):
 
     @property
     def cause(self) -> tuple[str, str]:
-        """Kind and place. Two exceptions with the same kind and place are treated as the same error, whatever their text."""
+        """Kind and place. Exceptions with the same kind and place count as the same error, whatever their text."""
         return self.kind, self.place
 
     def __str__(self) -> str:
@@ -287,7 +279,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
 
     @classmethod
     def from_member(cls, member: Member) -> MemberRecord:
-        """Return the record of a member. SUSPECT is stored as ALIVE."""
+        """Return the record of a member; the state SUSPECT is stored as ALIVE."""
         record = cls(**{name: getattr(member, name) for name in cls.__struct_fields__})
         return msgspec.structs.replace(record, state=NodeState.ALIVE) if member.state is NodeState.SUSPECT else record
 

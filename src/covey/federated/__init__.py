@@ -5,8 +5,8 @@
     covey.set_fl_context(enable_fl=True, ms_role="MS_SERVER", server_num=2, start_fl_job_threshold=8)
     covey.federated.run(model)                 # a torch module or a dict of numpy arrays
 
-`covey federated up` runs the same script in every role. Only `fit` needs torch. Decisions about rounds and claims are in
-`covey.core.federated`.
+`covey federated up` runs the same script as the scheduler and as each server. Only `fit` imports torch. The protocol of
+scheduler and servers, without I/O, is in `covey.core.federated`.
 
     `context`              `set_fl_context`: table of settings; `privacy_settings` checks those that depend on each other
     `run_role`             `run(model)`: runs the scheduler or a server, according to `ms_role`
@@ -34,10 +34,7 @@ from covey.federated.strategies import FedAdam, FedAvg, FedAvgM, FedBuff, FedPro
 
 
 def run(model: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
-    """Run this process as the scheduler or a server, according to `ms_role`, until it ends.
-
-    Arguments and errors are those of `covey.federated.run_role.run`.
-    """
+    """Run the scheduler or a server in this process; arguments and errors are those of `covey.federated.run_role.run`."""
     from covey.federated.run_role import run as run_role
 
     run_role(model, strategy, evaluate)

@@ -1,7 +1,7 @@
 """`python -m covey.federated MODEL.safetensors`: run a scheduler or server with the model of a file, without a script.
 
-The context comes from the environment (`covey federated up`), and so does the strategy: COVEY_FL_STRATEGY, default FedAvg. The
-process exits with code 13 (`BAD_SCRIPT`) if the file cannot be read.
+Settings come from COVEY_FL_CONTEXT, which `covey federated up` sets, and the strategy from COVEY_FL_STRATEGY (default FedAvg).
+The process exits with code 13 (`BAD_SCRIPT`) if the file cannot be read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""MindSpore's `set_fl_context`: table of all settings of a federated cluster, with defaults and allowed values.
+"""MindSpore's `set_fl_context`: table of the settings of a federated cluster, with defaults and allowed values.
 
-The names and documented defaults are MindSpore's; covey's own keys follow them. Options of `covey federated up` arrive in the
-environment and take precedence over the script. Unlike in MindSpore, an invalid value is an error.
+MindSpore's keys come first, covey's own keys follow. Values that `covey federated up` passes in the environment take precedence
+over those of the script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covey.errors import UsageError
 from covey.federated import update_compression
 from covey.federated.server.update_log import DURABILITIES
 
-CONTEXT_VARIABLE = "COVEY_FL_CONTEXT"  # `covey.script_api` reads it too
+CONTEXT_VARIABLE = "COVEY_FL_CONTEXT"  # values of `covey federated up`, as JSON; `covey.script_api` reads it too
 HOST_LENGTH_MAX = 100
 PORT_MAX = 65535
 NUMBER_MAX = 2**53  # exact in a float64, and therefore in every language's JSON
@@ -35,7 +35,7 @@ ContextValue = bool | int | float | str
 
 
 class ContextKey(NamedTuple):
-    """One key: its default, a check, the allowed values in words, and the values that are not implemented."""
+    """Default and allowed values of one key."""
 
     default: ContextValue
     is_valid: Callable[[Any], bool]
@@ -159,10 +159,8 @@ KEYS: Mapping[str, ContextKey] = {
 
 
 class _FlContext:
-    """Values that the script has set, by key, and the state of the check at process exit."""
-
     def __init__(self) -> None:
-        self.values: dict[str, ContextValue] = {}
+        self.values: dict[str, ContextValue] = {}  # set by the script
         self.explained = False  # since the last value was set, `run` was called or the user got an error
         self.exit_check_registered = False  # `_explain_at_exit` is registered, which checks `explained`
 
@@ -175,9 +173,9 @@ _context = _FlContext()
 
 
 def set_fl_context(**kwargs: ContextValue) -> None:
-    """Set one or more keys. Call it before `covey.federated.run`.
+    """Set keys of the context, before `covey.federated.run` is called.
 
-    Raise `UsageError`, with no key set, if a name is unknown or a value is invalid or not supported. `server_num` may be 0 only
+    Raise `UsageError`, and set no key, if a name is unknown or a value is invalid or not supported. `server_num` may be 0 only
     in a call with enable_fl=False.
     """
     if RECONSTRUCT_MISSPELLED in kwargs:
@@ -194,8 +192,7 @@ def set_fl_context(**kwargs: ContextValue) -> None:
 
 
 def _make_usage_error(message: str) -> UsageError:
-    """Return the error with this message, and suppress the message of `_explain_at_exit`."""
-    _context.explained = True
+    _context.explained = True  # by this error
     return UsageError(message)
 
 
@@ -215,15 +212,12 @@ def describe_missing_run() -> str:
 
 
 def mark_run_called() -> None:
-    """Record that `covey.federated.run` was called, which suppresses the message of `_explain_at_exit`."""
+    """Suppress the message of `_explain_at_exit`, because `covey.federated.run` was called."""
     _context.explained = True
 
 
 def _explain_at_exit() -> None:
-    """Print to stderr that the script did not call `covey.federated.run`. Called at process exit.
-
-    Print nothing if federated learning is not enabled, `run` was called, or the script failed with an error.
-    """
+    """Print an error if federated learning is enabled, but the script did not call `run` and had no other error."""
     if is_enabled() and not _context.explained and not hasattr(sys, "last_type"):
         print(f"covey: the script ended without a federated cluster: {describe_missing_run()}", file=sys.stderr, flush=True)  # noqa: T201
 
@@ -243,10 +237,6 @@ def reset_fl_context() -> None:
 
 
 def _read_environment() -> dict[str, ContextValue]:
-    """Return the settings that `covey federated up` passed as JSON in COVEY_FL_CONTEXT; {} if it is not set or empty.
-
-    Raise `UsageError` for an invalid key or value, and `msgspec.MsgspecError` if it is not a JSON object.
-    """
     text = os.environ.get(CONTEXT_VARIABLE)
     if not text:
         return {}
@@ -289,9 +279,9 @@ def check_config_file(values: Mapping[str, ContextValue]) -> None:
 
 
 def from_text(key: str, text: str) -> ContextValue:
-    """Return the value of a key from the command line. Raise `UsageError` if the key is unknown or the value invalid.
+    """Convert text from the command line to the value of a key; flags are 1, true, yes, 0, false or no, in any case.
 
-    Flags are 1, true, yes, 0, false or no, in any case.
+    Raise `UsageError` if the key is unknown or the value invalid.
     """
     wanted = type(_find_key(key).default)
     words: dict[str, ContextValue] = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -323,7 +313,7 @@ def get_str(key: str) -> str:
 def make_round_plan() -> RoundPlan:
     """Return the round settings of the context; `staleness`, which depends on the strategy, is 0.
 
-    Raise `UsageError` if the noise settings conflict. Other dependencies are checked by `check_privacy_settings`.
+    Raise `UsageError` if the noise settings conflict.
     """
     return RoundPlan(
         threshold=get_int("start_fl_job_threshold"),
@@ -354,10 +344,7 @@ def make_round_plan() -> RoundPlan:
 
 
 def _make_noise() -> Noise | None:
-    """Return the settings of noise on devices or on servers; None without differential privacy.
-
-    Raise `UsageError` if noise is set for both, or a privacy budget without noise.
-    """
+    """Return the noise settings, for devices or for servers; None without differential privacy."""
     clip, delta, budget = (float(get_fl_context(key)) for key in ("dp_norm_clip", "dp_delta", "dp_budget"))
     on_servers = float(get_fl_context("dp_noise"))
     if get_str("encrypt_type") == "DP_ENCRYPT":
@@ -405,9 +392,8 @@ def find_recovery_path() -> Path | None:
     return path if path.is_dir() or where.endswith("/") else path.with_name(f"{path.name}.state")
 
 
-@functools.cache
+@functools.cache  # one warning per file
 def _warn_misspelled_key(config: str) -> None:
-    """Log a warning about the misspelled key `storge_file_path`, once per file."""
     logging.getLogger("covey").warning("%s: key storge_file_path is read as storage_file_path", config)
 
 

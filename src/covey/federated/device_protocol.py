@@ -1,10 +1,10 @@
-"""Protocol between devices and servers: paths, codes, fields. The OpenAPI document is made from these types.
+"""Protocol between devices and servers: requests, replies, codes and tickets.
 
-Paths and codes are MindSpore's. A request without tensors is msgpack if its Content-Type says so, else JSON. A reply without
-tensors is msgpack if the request's Content-Type or Accept header is msgpack, else JSON. A request or reply with tensors is
-safetensors; its other fields are in the header's metadata, each as a string. A handler's reply has HTTP status 200 also for a
-refusal: the result is `retcode`. Another status means that no handler received the request, for example because the path is
-unknown or the server has too many connections.
+Paths and codes are MindSpore's. A POST request without tensors is msgpack if its Content-Type says so, else JSON. A handler's
+reply without tensors is msgpack if the request's Content-Type or Accept header is msgpack, else JSON. A request or reply with
+tensors is safetensors; its other fields are in the header's metadata, each as a string. A handler's reply has HTTP status 200
+also for a refusal: the result is `retcode`. Another status means that no handler received the request, for example because the
+path is unknown or the server has too many connections.
 """
 
 from __future__ import annotations
@@ -159,10 +159,9 @@ def now_ms() -> int:
 
 
 def make_ticket(key: bytes, round_number: int, device: str, size: int, purpose: str = "") -> str:
-    """Return the ticket that proves that a device was admitted to a round with `size` samples: 24 hexadecimal digits.
+    """Return the ticket, 24 hexadecimal digits, that proves that a device was admitted to a round with `size` samples.
 
-    A server verifies a ticket by making it again from the cluster's `key`. `purpose` is "masked" for the ticket with which a
-    device uploads in a secure round, else "".
+    `key` is the cluster's. `purpose` is "masked" for the ticket with which a device uploads in a secure round, else "".
     """
     message = f"{purpose}{round_number}/{size}/{device}".encode()
     return hashlib.blake2b(message, key=key, digest_size=12).hexdigest()

@@ -1,8 +1,7 @@
 """Model encoding: names and shapes of tensors, and all values in one flat float32 array.
 
-On the wire and on disk a model is safetensors. Its tensors are sorted by name, as safetensors sorts tensors of one type, so the
-bytes after the header are the flat array. torch is not imported here: a module is recognized by its `state_dict`, a tensor by
-its `detach`.
+On the wire and on disk a model is safetensors. Tensors are written sorted by name, so the bytes after the header of a float32
+model are the flat array. torch is not imported here: a module is recognized by its `state_dict`, a tensor by its `detach`.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class ModelLayout:
         """Return metadata and values of a safetensors body. The values may be a read-only view of the body.
 
         Raise `ValueError` if the body is not safetensors, or its tensors do not have the names and shapes of this layout and
-        the type F32. Their order is free.
+        the type F32. The tensors may be in any order.
         """
         tensors, metadata, start = read_header(body)
         data = body[start:]
@@ -110,10 +109,7 @@ class ModelLayout:
         return metadata, self._reorder_tensors(tensors, data)
 
     def _reorder_tensors(self, tensors: dict[str, Any], data: memoryview) -> Floats:
-        """Return all values in the order of this layout, if the tensors are stored in another order.
-
-        Raise `ValueError` if a name, shape or type differs or an offset is invalid.
-        """
+        """Return the values of the tensors in the order of this layout. Raise `ValueError` if they do not match it."""
         missing, unknown = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or unknown:
             wrong = f"{min(missing)} is missing" if missing else f"{min(unknown)} is not in the model"
@@ -138,9 +134,9 @@ class ModelLayout:
         return {name: values[start:end].reshape(self.shapes[name]) for name, (start, end) in self.ranges.items()}
 
     def as_flat_array(self, values: NDArray[Any]) -> Floats:
-        """Return an array of all the model's values, in the order of this layout, as a flat float32 array.
+        """Return `values`, all of the model's values in the order of this layout, as a flat float32 array, possibly a view.
 
-        Raise `UsageError` if the number of values is wrong. The result may be a view.
+        Raise `UsageError` if the number of values is wrong.
         """
         if values.size != self.size:
             raise UsageError(f"the array has {values.size} values: expected {self.size}, those of the model")
@@ -194,7 +190,7 @@ _DTYPE_NAMES = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 
 
 def encode_flat_header(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """Return the safetensors header that precedes these flat arrays, stored in this order.
+    """Return the safetensors header of flat arrays whose bytes follow it in the order of `arrays`.
 
     Raise `KeyError` if the type of an array is not float32, uint32 or int8.
     """

@@ -48,9 +48,9 @@ def check_privacy_settings(plan: RoundPlan, strategy: Strategy) -> None:
 
 
 def make_auth_settings() -> RequestAuthSettings:
-    """Return certificate paths (with `pki_verify`), replay window and device rate from the context. No file is read.
+    """Return certificate paths (with `pki_verify`), replay window and device rate from the context.
 
-    Raise `UsageError` if `pki_verify` is set without a root certificate.
+    Raise `UsageError` if `pki_verify` is set without the path of a root certificate.
     """
     replay, rate = context.get_int("replay_attack_time_diff"), float(context.get_fl_context("device_rate"))
     if not context.get_fl_context("pki_verify"):

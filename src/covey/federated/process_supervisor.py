@@ -1,8 +1,8 @@
 """Supervisor of the processes of a federated cluster on this host, for `covey federated up`.
 
-Each process runs the user's script in one role. A process that dies is restarted with the same node id and settings; a server
-that exits with code 0 is not. The supervisor ends on SIGINT or SIGTERM, when the scheduler exits with code 0, or when a process
-fails too often in a row or with an error that a restart does not fix.
+Each process runs the user's script in one role, and is restarted with the same node id and settings when it fails. The
+supervisor ends on SIGINT or SIGTERM, when the scheduler exits with code 0, or when a process fails too often in a row or with
+an error that a restart does not fix.
 """
 
 from __future__ import annotations
@@ -82,11 +82,7 @@ class ProcessSupervisor:
             self._ended.set()
 
     async def _supervise(self, role: SupervisedProcess) -> None:
-        """Start a process, and restart it when it dies. Return when it exits with code 0 or the supervisor ends.
-
-        End the supervisor if the scheduler exits with code 0, or if the process cannot be started, does not call
-        `covey.federated.run`, or must not be restarted.
-        """
+        """Start a process, and restart it when it fails, until it exits with code 0 or the supervisor ends."""
         loop = asyncio.get_running_loop()
         backoff = RestartBackoff(RESTART_DELAYS_S, STABLE_AFTER_S)
         while not self._ended.is_set():
@@ -159,10 +155,7 @@ class ProcessSupervisor:
         return process
 
     async def _stop_processes(self) -> None:
-        """Send SIGTERM to all processes, to the scheduler first, and wait until they have ended.
-
-        Send SIGKILL to those still running after GRACE_S.
-        """
+        """End all processes: send SIGTERM, to the scheduler first, and SIGKILL to those that still run after GRACE_S."""
         for name in sorted(self._processes, key=lambda name: "scheduler" not in name):
             process = self._processes[name]
             if process.returncode is None:

@@ -1,4 +1,4 @@
-"""Scheduler and server processes: `run(model)` runs the role that `ms_role` names, with the settings of the context."""
+"""Scheduler and server processes: `run(model)` runs the role that `ms_role` names, with the settings of `set_fl_context`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ SCHEDULER_LOST_TIMEOUT_S: Final = 30.0
 
 
 def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
-    """Run this process as the scheduler or a server of the federated cluster, according to `ms_role`, until it ends.
+    """Run the scheduler or a server in this process, according to `ms_role`, and return when it has ended.
 
     `network` is a torch module or a dict of numpy arrays; the default strategy is FedAvg. `evaluate` receives a new model as a
     dict of arrays, on the server that made it, and returns metrics by name. Its "loss", if any, replaces the devices' loss in
-    the choice of the best model. A `CoveyError` is printed to stderr. Raise `SystemExit` if the exit code is not 0.
+    the choice of the best model. Raise `SystemExit` if the exit code is not 0; a `CoveyError` is first printed to stderr.
     """
     context.mark_run_called()
     if ran := os.environ.get(RUN_MARKER_VARIABLE):
@@ -96,9 +96,9 @@ def _loop_factory() -> Any:
 
 
 def _choose_cluster_id(root: Path) -> str:
-    """Return the id of the cluster to continue: the last one in the recovery path, else the supervisor's, else a new one.
+    """Return the id stored in ROOT/current (with a recovery path), else that of COVEY_FL_CLUSTER, else a random one.
 
-    Create the cluster's directory in `root`, and store the id as the last one. Raise `OSError` if that fails.
+    Store the id in ROOT/current, and create the cluster's directory ROOT/ID.
     """
     named, current = "", root / "current"
     if context.find_recovery_path() is not None and current.exists():
@@ -239,10 +239,10 @@ def _check_spool(strategy: Strategy, layout: model_codec.ModelLayout) -> None:
 
 
 async def _print_when_started(server: FederatedServer) -> None:
-    """Wait until this server is a member of a cluster that has formed, then print the line that MindSpore's scripts expect."""
     while True:
         changed, position = server.notifier.subscribe(), server.position()
         if position.is_member and position.instructions is not None and position.instructions.stage is not RoundStage.FORMING:
             break
         await server.notifier.wait(changed, 1.0)
+    # MindSpore's scripts expect this line.
     print("Server started successfully.", flush=True)  # noqa: T201

@@ -1,9 +1,8 @@
 """Aggregation strategies: how the next model is made from a round's updates. Users may write their own.
 
-`make` receives the current model and the mean of the updates as flat arrays. It also receives `state`, a dict of arrays that is
-stored with the model and passed to the next round. A strategy that needs single updates sets `sees_all`. `column` then receives
-a block of values of all updates at a time, and its results replace the mean. The constructors below raise `UsageError` for a
-setting out of range.
+`make` receives the current model, the mean of the updates, and `state`, a dict of arrays that is stored with the model and
+passed to the next round. A strategy that needs single updates sets `sees_all`; `column` then receives all updates, a block of
+values at a time, and its results replace the mean. The constructors below raise `UsageError` for a setting out of range.
 
     class Half(Strategy):
         def make(self, model, mean, state):
@@ -33,15 +32,14 @@ class Strategy:
     def make(self, model: Floats, mean: Doubles, state: StrategyState) -> NDArray[Any]:
         """Return the next model, an array of the shape of `model`, from the mean of the updates.
 
-        With `sees_all`, `mean` has the results of `column` instead. The next round receives `state` with all changes made here.
+        With `sees_all`, `mean` has the results of `column` instead. Changes of `state` are stored with the next model.
         """
         return mean
 
     def column(self, values: Floats, weights: Doubles) -> NDArray[Any]:
         """Return the aggregate of each column of a block of values. Called only with `sees_all`.
 
-        `values` has one row per device, in any order; `weights` has the number of samples of each row. The base class raises
-        `NotImplementedError`.
+        `values` has one row per device, in any order; `weights` has the number of samples of each row.
         """
         raise NotImplementedError
 
@@ -53,7 +51,7 @@ class Strategy:
         return values
 
     def for_devices(self, iteration: int) -> dict[str, float]:
-        """Return the additional settings that devices receive in an iteration, as `settings` of their plan."""
+        """Return additional settings for devices in an iteration; devices receive them as `settings` of their plan."""
         return {}
 
 
@@ -91,7 +89,7 @@ class FedAvgM(Strategy):
 
 
 class FedAdam(Strategy):
-    """Adam on the server, without bias correction, as in Reddi et al. 2021; its gradient is delta = mean - model.
+    """Adam on the server, without bias correction, as in Reddi et al. 2021; mean - model is the negative gradient.
 
     `learning_rate` and `tau` must be above 0, `beta1` and `beta2` from 0 to below 1.
     """
@@ -109,12 +107,12 @@ class FedAdam(Strategy):
         return np.asarray(model + self.learning_rate * first / (np.sqrt(second) + self.tau))
 
     def second(self, before: NDArray[Any], square: Doubles) -> NDArray[Any]:
-        """Return the new second-moment estimate from the previous one and delta^2."""
+        """Return the new second-moment estimate from the previous one and the squared gradient."""
         return np.asarray(self.beta2 * before + (1 - self.beta2) * square)
 
 
 class FedYogi(FedAdam):
-    """FedAdam with Yogi's second-moment estimate, which moves by (1 - beta2) * delta^2 towards delta^2."""
+    """FedAdam with Yogi's second-moment estimate, which moves by (1 - beta2) * gradient^2 towards gradient^2."""
 
     def second(self, before: NDArray[Any], square: Doubles) -> NDArray[Any]:
         return np.asarray(before - (1 - self.beta2) * square * np.sign(before - square))
@@ -141,7 +139,7 @@ class FedBuff(Strategy):
 
 
 class Median(Strategy):
-    """Median of each value over all devices, not weighted by samples."""
+    """Median of each value over all updates, not weighted by samples."""
 
     sees_all = True
 
@@ -152,7 +150,7 @@ class Median(Strategy):
 class TrimmedMean(Strategy):
     """Mean of each value without its n highest and n lowest, not weighted by samples.
 
-    n is `share` times the number of devices, rounded down, so with few devices it may be 0. `share` is from 0 to below 0.5.
+    n is `share` times the number of updates, rounded down, so with few updates it may be 0. `share` is from 0 to below 0.5.
     """
 
     sees_all = True

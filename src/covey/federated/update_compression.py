@@ -27,7 +27,7 @@ QUANT_LEVELS: Final = 127
 
 
 class Compressor:
-    """Compression with error feedback of one device, across its rounds."""
+    """Compressor of one device's updates. What one update did not send is added to the next (error feedback)."""
 
     def __init__(self) -> None:
         self._residual: Floats | None = None  # the part of counted updates that was not sent
@@ -49,9 +49,10 @@ class Compressor:
 
 
 def compress_update(change: Floats, kind: str, rate: float, iteration: int) -> Arrays:
-    """Return the arrays of an upload. `kind` is a compression type other than NO_COMPRESS; QUANT ignores `rate`.
+    """Return the arrays of an upload of the difference `change`.
 
-    The arrays are "int8" (values), "scale" (float32, one per block) and, for TOP_K, "index" (uint32, increasing).
+    `kind` is a compression type other than NO_COMPRESS; QUANT ignores `rate`. The arrays are "int8" (values), "scale" (float32,
+    one per block) and, for TOP_K, "index" (uint32, increasing).
     """
     indices = _select_indices(change, kind, rate, iteration)
     values = change if indices is None else change[indices]
@@ -68,7 +69,7 @@ def compress_update(change: Floats, kind: str, rate: float, iteration: int) -> A
 def decompress_update(arrays: Mapping[str, NDArray[Any]], size: int, kind: str, rate: float, iteration: int) -> Floats:
     """Return the difference of `size` values that an upload encodes; values that were not sent are 0.
 
-    Raise `ValueError` if names, types or shapes of the arrays, a scale or an index are invalid.
+    Raise `ValueError` if the names, types or shapes of the arrays, or a scale or an index, are invalid.
     """
     wanted = {"int8": np.int8, "scale": np.float32} | ({"index": np.uint32} if kind == "TOP_K" else {})
     count = sent_value_count(size, rate) if kind != "QUANT" else size

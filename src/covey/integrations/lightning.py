@@ -135,11 +135,10 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
 
 def _set_counters(trainer: Any, loop: Any) -> None:
-    """Set the trainer's counters to the loop's step. At the start of an epoch, the trainer counts that epoch itself."""
     epoch, within, step = loop.epoch, loop.step_of_epoch, loop.step
     fit, steps = trainer.fit_loop, trainer.fit_loop.epoch_loop
     for progress in (fit.epoch_progress.current, fit.epoch_progress.total):
-        progress.ready = progress.started = epoch + (within > 0)
+        progress.ready = progress.started = epoch + (within > 0)  # the trainer counts an epoch that it begins itself
         progress.processed = progress.completed = epoch
     optimizer = steps.automatic_optimization.optim_progress.optimizer
     micro = trainer.accumulate_grad_batches

@@ -1,8 +1,7 @@
 """Worker of `covey run --framework mindspore train.py`: MindSpore builds its own cluster, covey monitors the workers.
 
 MindSpore's scheduler is the same script in another role. Rank 0 starts it next to its worker, at the address MASTER_ADDR and
-MASTER_PORT that covey sets, with a separate log file, because it prints a lot. Other ranks exec their script. This module does
-not import MindSpore.
+MASTER_PORT that covey sets, with a separate log file, because it prints a lot. Other ranks exec their script.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The operator for MSJobs and AscendJobs, and all other code that sends requests to a Kubernetes API server.
+"""Operator for MSJobs and AscendJobs, and client of the Kubernetes API.
 
 `covey.core.msjob` makes the decisions. The operator connects to the API server and to the REST port of each running job's
-scheduler, never to a training process. This package does not import torch.
+scheduler, never to a training process.
 
     `operator`           the operator process
     `controller`         computes the plan of a job from the caches and carries it out

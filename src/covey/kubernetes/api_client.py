@@ -1,8 +1,8 @@
-"""Client of the Kubernetes API on plain dicts, with the few verbs that the operator uses.
+"""Client of the Kubernetes API on plain dicts: get, list, watch, create, replace, patch, apply, delete, and logs.
 
-lightkube finds the cluster and provides the credentials: kubeconfig, service account, rotating tokens, exec plugins. No other
-module uses it. Objects stay dicts, because a plan works on the server's data and not on a model of it. Requests go through
-`http_client`, because lightkube's client needed four times the CPU time of the rest of the operator.
+lightkube finds the cluster and provides the credentials: kubeconfig, service account, rotating tokens, exec plugins. Objects
+stay dicts, because a plan works on the server's data and not on a model of it. Requests go through `http_client`, which needs
+less CPU time than lightkube's client.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ApiCredentials:
 
 
 class Api:
-    """One API server."""
+    """Client of one API server."""
 
     def __init__(self, config: SingleConfig) -> None:
         self.server = str(config.cluster.server)
@@ -162,10 +162,9 @@ class Api:
     async def delete(
         self, kind: ResourceKind, namespace: str, name: str, *, uid: str = "", grace: int | None = None
     ) -> KubeObject:
-        """Delete an object; the server deletes the objects it owns in the background.
+        """Delete an object; the server deletes dependent objects in the background.
 
-        With `uid`, an object of the same name with another UID gets `ApiError` 409. `grace` is in seconds; None: the object's
-        default.
+        With `uid`, raise `ApiError` 409 if the object has another UID. `grace` is in seconds; None: the object's default.
         """
         options: KubeObject = {"propagationPolicy": "Background"}
         if uid:

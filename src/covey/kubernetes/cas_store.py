@@ -54,8 +54,8 @@ class KubernetesCasStore:
     async def put(self, key: str, value: bytes, version: int) -> int | None:
         """Write a value if the object has this version (0: it does not exist). Return the new version.
 
-        Return None if the object has another version, or if object or namespace do not exist. A value of the key `lease` must
-        be a `LeaseRecord` in JSON.
+        Return None if the object has another version, or if the object or the namespace does not exist. A value of the key
+        `lease` must be a `LeaseRecord` in JSON.
         """
         obj = self._make_object(key, value, version)
         try:

@@ -1,7 +1,6 @@
 """Controller of one kind of job: observe a job in the caches, compute its plan, write the status, carry out the actions.
 
-`covey.core.msjob` makes the decisions. An unexpected error ends the reconcile of that job; it is retried with exponential
-backoff.
+`covey.core.msjob` makes the decisions. A failed reconcile of a job is retried with exponential backoff.
 """
 
 from __future__ import annotations
@@ -208,16 +207,11 @@ class Controller:
         )
 
     def _update_polling(self, key: ObjectKey, obj: KubeObject, plan: ReconcilePlan) -> None:
-        """Poll the job's scheduler if its endpoint is known, else stop; poll faster during a resize or replacement."""
         status = plan.status if plan.status is not None else obj.get("status") or {}
         is_urgent = bool(status.get("scaling") or status.get("replacing"))
         self.scheduler_clients.set_endpoint(key, self._scheduler_endpoint(key, obj, status), is_urgent=is_urgent)
 
     def _scheduler_endpoint(self, key: ObjectKey, obj: KubeObject, status: Mapping[str, Any]) -> SchedulerEndpoint | None:
-        """Return the endpoint of the job's scheduler; None if it cannot be polled.
-
-        The job must be valid and Running or Restarting, its scheduler's pod must run, and the operator needs a key.
-        """
         if not self._secret_key or status.get("state") not in ("Running", "Restarting"):
             return None
         try:
@@ -248,10 +242,9 @@ class Controller:
     # -- actions -----------------------------------------------------------------------------------------------------
 
     async def _apply_plan(self, obj: KubeObject, job: KubeObject, plan: ReconcilePlan) -> None:
-        """Record the events of a plan, then carry out its other actions in three batches.
+        """Record the events of a plan; then carry out its actions: first those not on pods, then those on pods, last DeleteJob.
 
-        The second batch has the actions on pods, the third the deletion of the job, the first all others. If an action fails,
-        complete its batch and raise the first error. If the job is invalid, only the events are recorded.
+        If an action fails, complete the actions of its batch and raise the first error.
         """
         for action in plan.actions:
             if isinstance(action, RecordEvent):
@@ -339,7 +332,6 @@ class Controller:
             log.info("%s/%s: cannot report the pod %s as gone: %s", job.namespace, job.name, action.name, error)
 
     async def _ignore_status_codes(self, request: Awaitable[Any], *codes: int) -> None:
-        """Await a request; ignore an `ApiError` with one of these codes, raise any other."""
         try:
             await request
         except ApiError as error:
@@ -349,7 +341,7 @@ class Controller:
     async def _create_or_get(
         self, kind: ResourceKind, add_to_cache: Callable[[KubeObject], None], body: KubeObject, job: Job, *, brief: bool = False
     ) -> None:
-        """Create an object and call `add_to_cache` with it. If it exists, because an earlier response was lost, get it instead.
+        """Create an object, or get it if it exists because an earlier response was lost; call `add_to_cache` with it.
 
         Raise `ApiError` 409 if it exists and the job is not its controller. With `brief` a created object is cached as `body`
         with the server's metadata, until the watch delivers the complete object.
@@ -370,10 +362,7 @@ class Controller:
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
     async def _adopt_orphan(self, obj: KubeObject, action: AdoptOrphan) -> None:
-        """Make the job the owner of an object, unless the API server's copy of the job has another UID or is being deleted.
-
-        Raise `ApiError` 404 if the job or the object does not exist, 409 if the object has another UID.
-        """
+        """Make the job the owner of an object, unless the API server's copy of the job has another UID or is being deleted."""
         metadata = obj["metadata"]
         fresh = await self._api.get(self.kind, metadata["namespace"], metadata["name"])
         if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):

@@ -14,10 +14,7 @@ _COUNT_SCHEMA: KubeObject = {"type": "integer", "format": "int32", "minimum": 0}
 
 
 def _pod_template_schema() -> KubeObject:
-    """Return the schema of a pod template. It requires containers with a name and an image, and a name of each volume.
-
-    Other fields are accepted unchecked; the API server checks them when the pod is created.
-    """
+    """Return a schema that checks names and images of containers and names of volumes; it accepts all other fields."""
     name: KubeObject = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
     container = {
         **_ANY_OBJECT_SCHEMA,

@@ -1,8 +1,7 @@
 """HTTP/1.1 client for one server with keep-alive connections, parsed by httptools.
 
-It has only the features that the Kubernetes API needs: no redirects, no compression, no cookies. A general client needs about
-1 ms of CPU time per request, more than all other work of the operator for that request; this one needs a fifth. A connection
-error is an OSError; requests are not retried.
+It supports no redirects, compression, cookies or retries, and therefore needs less CPU time than a general client. A connection
+error is an OSError.
 """
 
 from __future__ import annotations

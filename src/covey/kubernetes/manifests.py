@@ -22,8 +22,7 @@ METRICS_PORT = 8080
 
 
 def make_rbac_rules(*, cluster: bool) -> list[KubeObject]:
-    """Return the RBAC rules of the operator in the watched namespaces; with `cluster`, also the rule to list and watch
-    nodes."""
+    """Return the operator's RBAC rules for the watched namespaces; with `cluster`, also for nodes."""
 
     def rule(groups: list[str], resources: list[str], verbs: str) -> KubeObject:
         return {"apiGroups": groups, "resources": resources, "verbs": verbs.split()}
@@ -136,8 +135,6 @@ def make_manifests(image: str = DEFAULT_IMAGE, watched: str = "", *, ascend: boo
 
 
 class _NoAliasDumper(yaml.SafeDumper):
-    """YAML dumper that repeats a value instead of writing an alias."""
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 

@@ -55,7 +55,7 @@ class OperatorOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def slim_pod(pod: KubeObject) -> KubeObject:
-    """Return a pod without fields that no plan reads, to save memory."""
+    """Return a pod without most of the fields that plans do not read, to save memory."""
     metadata, spec = pod["metadata"], pod.get("spec") or {}
     fields = (
         "name",
@@ -75,7 +75,7 @@ def slim_pod(pod: KubeObject) -> KubeObject:
 
 
 def slim_node(node: KubeObject) -> KubeObject:
-    """Return a node without fields that no plan reads, to save memory."""
+    """Return a node without most of the fields that plans do not read, to save memory."""
     metadata = node["metadata"]
     conditions = (node.get("status") or {}).get("conditions") or []
     relevant = [c for c in conditions if c.get("type") == "Ready" or c.get("status") == "True"]
@@ -172,7 +172,6 @@ class Operator:
                 server.close()
 
     async def _run_controllers(self) -> None:
-        """List, watch and reconcile until cancelled."""
         kinds = [MSJOB, *([ASCENDJOB] if await self._is_served("mindxdl.gitee.com", "v1") else [])]
         gang = self.options.gang_scheduler
         self._secret_key = await scheduler_client.load_or_create_key(self.api, self.options.lease_namespace)
@@ -203,7 +202,6 @@ class Operator:
         controllers: list[Controller] = []
 
         def queue_job_of(obj: KubeObject) -> None:
-            """Queue the job that an object belongs to, unless the object's controller is of another kind."""
             metadata = obj["metadata"]
             job = (metadata.get("labels") or {}).get(JOB_LABEL)
             is_other_kind = any(o.get("controller") and o["kind"] != kind.name for o in metadata.get("ownerReferences") or [])
@@ -306,7 +304,6 @@ def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any])
 
 
 def _first_error(error: BaseException) -> BaseException:
-    """Return the first exception in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

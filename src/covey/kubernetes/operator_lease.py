@@ -1,8 +1,7 @@
 """Leader election of the operator's replicas, by a Lease object of Kubernetes.
 
 `core/leader_election.py` has the rules: when a replica may take the lease, how often it is renewed, and when a holder that
-cannot renew it stops acting. This module reads and writes the object. A lease longer than `LEASE_DURATION_S` is renewed as
-often, and given up as soon, as one of `LEASE_DURATION_S`.
+cannot renew it stops acting. This module reads and writes the object.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ RENEW_INTERVAL_S = renew_interval_s(LEASE_DURATION_S)
 class OperatorLease:
     """A Lease object, and the identity with which this replica acquires it.
 
-    If `identity` is "", it is made of the host name, the pid and 8 random hexadecimal digits. The Lease contains `duration_s`
-    rounded to seconds, at least 1.
+    If `identity` is "", it is made of the host name, the pid and 8 random hexadecimal digits.
     """
 
     def __init__(
@@ -134,16 +132,11 @@ class OperatorLease:
         return True
 
     def _warn_once(self, message: str) -> None:
-        """Log a warning unless it repeats the last one. A successful write resets that."""
         if message != self._last_warning:
             log.warning("%s; retrying", message)
         self._last_warning = message
 
     async def _release(self) -> None:
-        """Release the lease if this replica holds it, so that another one need not wait until it expires.
-
-        Try once, for at most 2 s; a failure is logged.
-        """
         try:
             async with asyncio.timeout(2.0):
                 lease = await self._api.get(LEASE, self._namespace, self._name)

@@ -1,6 +1,6 @@
-"""Pods, services and secret of a job: the user's template with ports, labels and variables added.
+"""Pods, services, secret and PodGroup of a job; a pod is the user's template with ports, labels and variables added.
 
-Variables that the template sets have priority. Two of them get a subdirectory appended, so that runs do not share files: the
+Variables in the template's `env` have priority. Two of them get a subdirectory appended, so that runs do not share files: the
 job's UID to MS_RECOVERY_PATH, and the pod's name to GLOG_log_dir.
 """
 
@@ -27,7 +27,7 @@ TFT_OPTIONS = {"retry": ("UCE:1", "HCCE:1"), "recover-in-place": ("ARF:1",), "re
 
 
 def make_labels(job: Job, key: str = "", index: int = -1) -> dict[str, str]:
-    """Return the labels of all objects of a job; with `key`, of one role's; with `index`, of one pod."""
+    """Return the labels of a job's object; with `key`, of an object of that role; with `index` too, of one pod."""
     labels = {OPERATOR_LABEL: OPERATOR_NAME, JOB_LABEL: job.name, "group-name": API_GROUP, "job-name": job.name}
     if key:
         labels |= {TYPE_LABEL: key.lower(), "replica-type": key.lower()}
@@ -41,7 +41,7 @@ def make_metadata(job: Job, name: str, owner: Mapping[str, Any], **more: Any) ->
 
 
 def owner_reference(obj: Mapping[str, Any]) -> KubeObject:
-    """Return the owner reference by which Kubernetes deletes an object with its job."""
+    """Return the owner reference to the job `obj`, by which Kubernetes deletes an object together with the job."""
     return {
         "apiVersion": obj["apiVersion"],
         "kind": obj["kind"],
@@ -139,7 +139,7 @@ def _container_ports(job: Job, role: ReplicaSpec) -> list[KubeObject]:
 
 
 def manage_port(job: Job, role: ReplicaSpec) -> int:
-    """Return the REST port of the scheduler in a role's first pod; 0 if MS_SCHED_MANAGE_PORT is not a number."""
+    """Return the REST port of the scheduler in a role's first pod; 0 if MS_SCHED_MANAGE_PORT has no valid value."""
     main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
     value = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_PORT_VARIABLE)
     if value is None:
@@ -192,7 +192,6 @@ def _field_ref(path: str) -> KubeObject:
 
 
 def _identity_variables(name: str) -> KubeObject:
-    """Return the variables that identify the pod to its processes."""
     return {"POD_IP": _field_ref("status.podIP"), "COVEY_HOST_ID": name, "COVEY_HOST_LIFE": _field_ref("metadata.uid")}
 
 
@@ -264,7 +263,6 @@ def _recovery_variables(job: Job, role: ReplicaSpec) -> KubeObject:
 
 
 def _exclude_nodes(spec: KubeObject, nodes: tuple[str, ...]) -> None:
-    """Exclude these nodes by node affinity, in addition to the pod's own affinity."""
     affinity = _get_or_set(_get_or_set(spec, "affinity", {}), "nodeAffinity", {})
     required = _get_or_set(affinity, "requiredDuringSchedulingIgnoredDuringExecution", {})
     for term in _get_or_set(required, "nodeSelectorTerms", [{}]):

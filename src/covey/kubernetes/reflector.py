@@ -2,8 +2,7 @@
 
 A reflector lists all objects once and then watches from the list's resourceVersion. It lists again if the server no longer has
 that version (410) or sends an invalid event. After a lost or silent connection the watch continues from the last version
-received; bookmarks keep that version recent. The operator puts responses to its own writes into the cache, so that the next
-plan includes them.
+received; bookmarks keep that version recent.
 """
 
 from __future__ import annotations

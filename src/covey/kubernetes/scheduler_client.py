@@ -4,8 +4,8 @@ Polling is optional. A scheduler that does not answer, because it is not covey's
 backoff, and its job is reconciled without its status. With many jobs the interval is longer, which limits the load to about
 `POLLS_PER_S_MAX` polls per second. Jobs with a resize or replacement in progress are polled more often.
 
-The operator's token for a job is an HMAC of the job's UID with the operator's key. The pods get it in the job's secret, so the
-operator creates secrets and needs no permission to read them.
+The operator's token for a job is an HMAC of the job's UID with the operator's key. The pods get it in the job's secret, which
+the operator creates and need not read.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _PolledScheduler:
 
 
 class SchedulerClients:
-    """Clients of the schedulers of all running jobs. `on_change` is called for every job whose scheduler status changed."""
+    """Clients of the schedulers of all running jobs. `on_change` is called after a poll that changed a scheduler's status."""
 
     def __init__(self, on_change: Callable[[ObjectKey], None]) -> None:
         self._on_change = on_change
@@ -101,7 +101,7 @@ class SchedulerClients:
         await self._post(key, "/gone", {"life": uid, "reason": reason})
 
     async def forward_request(self, key: ObjectKey, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
-        """Forward a user's request to the job's scheduler; return status and body unchanged."""
+        """Forward a user's request to the job's scheduler; return status and body. Raise `PeerError` if it does not answer."""
         return await _send_request(self._endpoint_of(key), method, target, body, CONSOLE_TIMEOUT_S)
 
     async def stream(self, key: ObjectKey) -> AsyncIterator[bytes]:

@@ -69,7 +69,6 @@ def authorize(
 
 
 def _token_reason(peer: str, name: str, origin: str | None, sec_fetch_site: str | None, method: str) -> str:
-    """Return why the request needs a token; "" for a command on loopback."""
     if origin is not None:
         return f"a request from a web page (Origin {_quote_header(origin)})"
     if sec_fetch_site is not None and sec_fetch_site.strip().lower() not in _TRUSTED_FETCH_SITES:

@@ -52,8 +52,6 @@ def render(view: ClusterView, version: str) -> bytes:
 
 
 class _ViewCollector:
-    """Collector of prometheus-client for one view."""
-
     def __init__(self, view: ClusterView, version: str) -> None:
         self._view = view
         self._version = version

@@ -178,7 +178,6 @@ class AuthMiddleware:
             await error_response(500, message)(scope, receive, send)
 
     def _check_request(self, request: Request) -> Response | None:
-        """Return the error response to a request that is not allowed or announces a too long body, else None."""
         headers = request.headers
         hosts = headers.getlist("host")
         verdict = auth.authorize(
@@ -201,18 +200,17 @@ class AuthMiddleware:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body. Raise HTTPException 413 if it is longer than `BODY_MAX`, which the Content-Length of a chunked body does
-    not tell. Raise ClientDisconnect if the client disconnects."""
+    """Return the body. Raise HTTPException 413 if it is longer than `BODY_MAX`, and ClientDisconnect if the client
+    disconnects."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > BODY_MAX:
+        if len(body) > BODY_MAX:  # a chunked body has no Content-Length that was checked before
             raise HTTPException(413, _BODY_TOO_LONG, {"Connection": "close"})
     return bytes(body)
 
 
 async def _on_http_exception(request: Request, exc: Exception) -> Response:
-    """Return the error response for an HTTPException of the router or of a handler."""
     assert isinstance(exc, HTTPException)
     headers = dict(exc.headers or {})
     if exc.status_code == 404:
@@ -225,7 +223,6 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
 
 
 async def _on_covey_error(request: Request, exc: Exception) -> Response:
-    """Return the error response for a CoveyError of a handler: 503 for a StoreError, else 400."""
     return error_response(503 if isinstance(exc, StoreError) else 400, str(exc))
 
 
@@ -258,8 +255,7 @@ def path_and_query(request: Request, path: str = "") -> str:
 
 
 def _request_path(request: Request) -> str:
-    """Return the path as the router sees it. `request.url.path` would depend on the Host header, which the client controls."""
-    path: str = request.scope["path"]
+    path: str = request.scope["path"]  # request.url.path would depend on the Host header, which the client controls
     return path
 
 

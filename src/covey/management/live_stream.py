@@ -263,7 +263,7 @@ class LiveStream:
             client.wakeup.set()
 
     def stream(self) -> AsyncIterator[bytes] | None:
-        """Return the messages for a new page; None if `CLIENTS_MAX` pages are open. They end after `STREAM_DURATION_S`."""
+        """Return the messages for a new page, which end after `STREAM_DURATION_S`; None if `CLIENTS_MAX` pages are open."""
         if len(self._clients) >= CLIENTS_MAX:
             return None
         client = StreamClient()

@@ -204,8 +204,7 @@ def find_resize(incidents: list[Incident], number: str) -> Incident | None:
 
 
 def parse_scale_out(body: bytes) -> ScaleRequest:
-    """Return the request in the body of POST /scaleout. Raise UsageError if it is invalid; the message starts with MindSpore's
-    if there is one."""
+    """Return the request in the body of POST /scaleout. Raise UsageError if the body is invalid."""
     request = decode_body(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
     return ScaleRequest(
         more_workers=int(request.worker_num), more_servers=int(request.server_num), start_processes=request.start
@@ -264,7 +263,6 @@ def parse_host_gone(body: bytes) -> GoneBody:
 
 
 def _printable(text: str) -> str:
-    """Return the text as one line. Each run of unprintable characters and spaces becomes one space."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
@@ -276,8 +274,8 @@ _MINDSPORE_MESSAGES = {  # MindSpore's messages for invalid bodies, by msgspec's
 
 
 def decode_body(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
-    """Return the decoded body of a POST. Raise UsageError if it is not valid JSON in UTF-8 or does not fit `kind`; then the
-    message has `shape` as an example."""
+    """Return the body of a POST to `path`, decoded as `kind`. Raise UsageError if it is not JSON in UTF-8 or does not fit
+    `kind`; `shape` is an example of a valid body for the message."""
     try:
         body.decode()
         return msgspec.json.decode(body, type=kind)

@@ -1,4 +1,5 @@
-"""Layout of the arrays of pushes and pulls: the row numbers of all selections, then the values, each in the given order."""
+"""Decoder of the arrays of pushes and pulls: first the row numbers of all selections, then, in a push, the values of all
+selections."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class ParameterInfo(Protocol):
 
 
 class RowBlock(msgspec.Struct, frozen=True):
-    """Rows of one parameter and their values; `rows` is None for all rows of the server. A pull has no values."""
+    """Rows of one parameter and their values; `rows` is None for all rows of the server. In a pull, `values` is empty."""
 
     name: str
     rows: Array | None

@@ -32,7 +32,7 @@ VALUES: Final = "values"
 
 
 class ShardManifest(msgspec.Struct, frozen=True):
-    """Metadata of one server's part of a step."""
+    """Metadata of one server's part of the checkpoint of a step."""
 
     format: int
     step: int
@@ -46,8 +46,8 @@ class ShardManifest(msgspec.Struct, frozen=True):
 
 
 def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep: int) -> None:
-    """Write one server's part of a step, then delete its parts of all but the `keep` highest steps. Do nothing if this part
-    exists with the same owners. Raise `StoreError` if files cannot be written, or an existing manifest cannot be read."""
+    """Write one server's part of a step, then delete the server's parts of all but the `keep` highest steps. Do nothing if this
+    part exists with the same owners. Raise `StoreError` if files cannot be written, or an existing manifest cannot be read."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -89,8 +89,8 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
 def load_shard(folder: str, step: int, shard: Shard) -> None:
     """Replace the rows of a shard by those of a saved step. Raise `StoreError` if a part is missing or damaged.
 
-    The last pushed step of each rank becomes `step` - 1. In async and bounded mode it becomes the saved one instead, if the
-    number of workers is the same.
+    The last pushed step of each rank becomes `step` - 1; in async and bounded mode, the saved one if the number of workers is
+    the same.
     """
     parts = read_manifests(folder, step)
     tables = {}
@@ -168,8 +168,7 @@ def read_manifests(folder: str, step: int) -> list[ShardManifest]:
 
 
 def _complete_manifests(folder: str | os.PathLike[str], step: int) -> list[ShardManifest]:
-    """Return the manifests of all servers for a step, all with the same slot owners. Return [] if one is missing. Raise
-    `StoreError` if a manifest cannot be read."""
+    """Return the manifests of all servers for a step, which have the same slot owners; [] if there is no complete set."""
     parts = []
     for path in sorted((Path(folder) / "servers").glob(f"*/rows-{step}.json")):
         parts.append(_read_manifest(path))

@@ -107,8 +107,8 @@ class ParameterClient:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array | None, *, first: bool) -> None:
-        """Declare a parameter, and wait until all servers have it. With `first`, the servers create it unless it exists.
-        Without `first`, another worker must create it, and `values` is ignored."""
+        """Declare a parameter, and wait until all servers that own slots have it. With `first`, the servers create the
+        parameter unless it exists. Without `first`, another worker must create it, and `values` is ignored."""
         flat = values.reshape(-1) if first and values is not None else None
 
         def build_requests(sharding: Sharding) -> list[PendingRequest]:
@@ -172,8 +172,8 @@ class ParameterClient:
         return RequestBatch(self, build_requests, on_finished, blocking=blocking)
 
     def pull_parameters(self, step: int, targets: Sequence[tuple[str, Array]]) -> None:
-        """Pull parameters that are not striped into these arrays, with their values for a step. Raise `UsageError` if a
-        parameter is not declared or an array does not match it."""
+        """Pull the values of parameters for a step into arrays, given as pairs (name, array). The parameters must not be
+        striped. Raise `UsageError` if a parameter is not declared or an array does not match its parameter."""
         selections = []
         for name, array in targets:
             spec = self._declared_spec(name)
@@ -226,7 +226,7 @@ class ParameterClient:
     def pull_rows_cached(self, step: int, name: str, rows: Array, cache: RowCache) -> Callable[[], Array]:
         """Pull rows like `pull_rows`, but do not transfer rows that are unchanged since they were cached.
 
-        Start the requests and return a function that waits for them, updates the cache and returns the values. Call that
+        Start the requests and return a function that waits for the replies, updates the cache and returns the values. Call that
         function before the next call with the same cache.
         """
         spec = self._declared_spec(name)
@@ -282,22 +282,23 @@ class ParameterClient:
             updates.append((RowUpdate(server, reply.replication_id, reply.version, rows, changed, values), indexes))
 
     def query_next_step(self) -> int:
-        """Return the next step that this rank must push; the lowest one if the servers differ."""
+        """Return the next step that this rank must push; if the servers' answers differ, the lowest one."""
         return min(self._send_to_all(lambda version: QueryRankStep(self.rank, sharding_version=version)).wait().reply_numbers)
 
     def save(self, step: int, folder: str, keep: int) -> None:
-        """Wait until every server has written its rows for this step to files. Each keeps the files of the `keep` highest
-        steps. Raise `StoreError` if a server cannot write, `UsageError` if in sync mode it is at a later step."""
+        """Wait until every server that owns slots has saved its rows for this step in files. Each server keeps its files of the
+        `keep` highest steps. Raise `StoreError` if a server cannot write, `UsageError` if in sync mode a server is at a later
+        step."""
         self._send_to_all(lambda version: SaveRows(step, folder, keep, sharding_version=version)).wait()
 
     def try_save(self, step: int, folder: str, timeout_s: float) -> bool:
-        """Save like `save`, with the default `keep`. Return False if a server fails or needs more than `timeout_s` seconds;
-        it may still save later."""
+        """Save like `save`, with the default `keep`. Return False if a server fails or needs more than `timeout_s` seconds; it
+        may still save its rows later."""
         batch = self._send_to_all(lambda version: SaveRows(step, folder, sharding_version=version))
         return batch.finished.wait(timeout_s) and batch.error is None
 
     def load(self, step: int, folder: str) -> None:
-        """Wait until every server has loaded its rows from the files of this step, and they are replicated. Raise
+        """Wait until every server that owns slots has loaded its rows from the files of this step and replicated them. Raise
         `StoreError` if files are missing or damaged."""
         self._send_to_all(lambda version: LoadRows(step, folder, sharding_version=version)).wait()
 
@@ -337,7 +338,6 @@ class ParameterClient:
             raise UsageError(f"row {wrong} of {spec.name} does not exist: expected rows from 0 to {spec.rows - 1}")
 
     def _close_in_child(self) -> None:
-        """Close the inherited connections in a forked child, such as a data loader's worker; the parent's stay open."""
         for channel in self._channels.values():
             channel.close_in_child()
 
@@ -347,7 +347,7 @@ def _owning_servers(sharding: Sharding) -> list[int]:
 
 
 def _group_by_server(placement: RowPlacement, rows: Array, servers: list[int]) -> tuple[Array, list[tuple[int, int]]]:
-    """Return the indexes of `rows` sorted by server, and for each of `servers` the start and end of its group."""
+    """Return the indexes of `rows` sorted by server, and for each of `servers` where its indexes start and end."""
     owners = placement.owners_of_rows(rows)
     order = np.argsort(owners, kind="stable")
     ordered = owners[order]

@@ -1,5 +1,5 @@
-"""Discovery of servers: each publishes its address and token in the rendezvous store (the scheduler's key-value store) of every
-generation."""
+"""Publication and lookup of parameter servers' addresses and tokens in the rendezvous store, the scheduler's key-value
+store."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ShardingInfo(Protocol):
 
 
 class RendezvousClient(Protocol):
-    """This process's membership, as discovery uses it."""
+    """Access of a cluster member to its newest assignment and to the rendezvous store."""
 
     @property
     def assignment(self) -> ShardingInfo: ...
@@ -65,8 +65,8 @@ def publish_endpoint(rendezvous: RendezvousClient, server: int, endpoint: Server
 
 
 def find_server(rendezvous: RendezvousClient, server: int) -> ServerEndpoint | None:
-    """Return the endpoint of a server; None if it is not in the newest known sharding. Block until the server has published the
-    endpoint in the current generation."""
+    """Wait until a server has published its endpoint in the current generation, and return the endpoint; return None if the
+    newest sharding known here does not contain the server."""
     while True:
         sharding = rendezvous.assignment.sharding
         if sharding is not None and server not in sharding.servers:

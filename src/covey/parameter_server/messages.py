@@ -1,8 +1,8 @@
-"""Messages of workers and servers to servers, the replies, and their encoding.
+"""Requests to parameter servers, their replies, and the encoding of both.
 
-A connection starts with the server's token. Then it carries frames: a fixed header, a message, and raw arrays. If a message
-cannot be decoded, or its arrays are too large, the reply is `RequestFailed` and the connection stays open. An invalid header
-closes the connection.
+A connection starts with the server's token. Then it carries frames: a fixed header, a message, and raw arrays. If a request
+cannot be decoded, or its arrays are too large, the reply is `RequestFailed` and the connection stays open. A header with a
+wrong magic number, or with more than `ENCODED_MESSAGE_MAX` bytes of message, closes the connection.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class InitialValues(msgspec.Struct, frozen=True):
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
-    """Declaration of a parameter. A striped parameter is a table, whose rows are pulled and pushed by number. Others are pulled
-    and pushed as a whole, and their rows are single numbers (`width` 1)."""
+    """Declaration of a parameter: a table whose rows are pulled and pushed by number (`striped`), or an array that is pulled
+    and pushed as a whole, with one number per row (`width` 1)."""
 
     name: ParameterName
     rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)]
@@ -78,21 +78,22 @@ RowSelections = Annotated[list[RowSelection], Meta(max_length=100_000)]
 
 
 class ParameterRequest(ParameterMessage, frozen=True, kw_only=True):
-    """Base class of workers' requests, with the version of the sharding they are based on."""
+    """Base class of workers' requests, with the version of the sharding by which the worker chose the server."""
 
     sharding_version: Annotated[int, Meta(ge=0)] = 0
 
 
 class DeclareParameter(ParameterRequest, frozen=True):
-    """Declare a parameter. With `has_values` the server creates it unless it exists; the arrays are its initial values if
-    `spec.begin.kind` is "given". Without `has_values`, the reply waits until the parameter exists."""
+    """Declare a parameter. With `has_values` the server creates the parameter unless it exists, and the arrays are the initial
+    values if `spec.begin.kind` is "given". Without `has_values`, the reply waits until the parameter exists."""
 
     spec: ParameterSpec
     has_values: bool
 
 
 class PushGradients(ParameterRequest, frozen=True):
-    """One rank's gradients of a step. `Done` is sent when they are replicated; in sync mode, when those of all ranks are."""
+    """One rank's gradients of a step. The reply `Done` is sent when the replica holder, if any, has the gradients; in sync
+    mode, it also waits until all ranks have pushed the step."""
 
     step: Annotated[int, Meta(ge=0)]
     rank: Annotated[int, Meta(ge=0)]
@@ -101,15 +102,15 @@ class PushGradients(ParameterRequest, frozen=True):
 
 
 class PullValues(ParameterRequest, frozen=True):
-    """Request the values for a step. `RowValues` is sent when they can be read (`Shard.is_step_readable`)."""
+    """Request the values of rows for a step. The reply `RowValues` waits until they can be read (`Shard.is_step_readable`)."""
 
     step: Annotated[int, Meta(ge=0)]
     selections: RowSelections
 
 
 class PullChanged(ParameterRequest, frozen=True):
-    """Request the values of rows that may have changed since they were cached. The arrays are the row numbers, then the version
-    at which each row is cached; -1 if it is not. The server ignores the versions unless it has the same `replication_id`."""
+    """Request the values of rows that may have changed since they were cached. The arrays are the row numbers, then for each
+    row the version at which it is cached, or -1. The server ignores the versions unless it has the same `replication_id`."""
 
     step: Annotated[int, Meta(ge=0)]
     selection: RowSelection
@@ -123,7 +124,8 @@ class QueryRankStep(ParameterRequest, frozen=True):
 
 
 class SaveRows(ParameterRequest, frozen=True):
-    """Request to write the rows for this step to files, and to keep the files of the `keep` highest steps."""
+    """Request to save the server's rows for this step in files below `folder`, and to delete the server's files of all but the
+    `keep` highest steps."""
 
     step: Annotated[int, Meta(ge=0)]
     folder: FolderPath
@@ -131,7 +133,7 @@ class SaveRows(ParameterRequest, frozen=True):
 
 
 class LoadRows(ParameterRequest, frozen=True):
-    """Request to replace all rows by those of a saved step. The number of servers may have changed since."""
+    """Request to replace all rows by those of a saved step, which another number of servers may have saved."""
 
     step: Annotated[int, Meta(ge=0)]
     folder: FolderPath
@@ -139,7 +141,8 @@ class LoadRows(ParameterRequest, frozen=True):
 
 class OpenReplication(ParameterMessage, frozen=True):
     """Server to replica holder: start replication on this connection. The reply is the number of changes that the replica has;
-    -1 if there is none with this replication id. The sender then sends `FullReplica` or the missing changes, then new ones."""
+    -1 if the holder has no replica with this replication id. The sender then sends `FullReplica` or the missing changes, then
+    new ones."""
 
     server: int
     replication_id: str
@@ -153,8 +156,8 @@ class RestoreRows(ParameterMessage, frozen=True):
 
 
 class RequestReplica(ParameterMessage, frozen=True):
-    """Restarted server to another server: request the receiver's rows again, if the sender is its replica holder. The reply is
-    1 if so, else 0."""
+    """Restarted server to another server: send your rows again if the sender is your replica holder. The reply is `Done(1)` if
+    it is, else `Done(0)`."""
 
     holder: int  # the sender
 
@@ -209,21 +212,22 @@ class RowValues(ParameterMessage, frozen=True):
 
 
 class ChangedRows(ParameterMessage, frozen=True):
-    """Reply to `PullChanged`. The arrays are one byte per row (whether it may have changed), then the values of these rows."""
+    """Reply to `PullChanged`. The arrays are one byte per row (1: it may have changed), then the values of the rows that may
+    have changed."""
 
     replication_id: str  # of the server's rows
     version: int  # at which the rows can be cached; -1: they cannot
 
 
 class ShardingChanged(ParameterMessage, frozen=True):
-    """The request's sharding is outdated, because slots have new owners. This is the newer sharding."""
+    """The request is based on an outdated sharding; `sharding` is the newer one."""
 
     sharding: Sharding
 
 
 class RequestFailed(ParameterMessage, frozen=True):
     """The request failed. `is_stale`: its rank has pushed in a newer generation. `is_disk_error`: the server cannot read or
-    write its files."""
+    write checkpoint files."""
 
     reason: str
     is_stale: bool = False

@@ -23,7 +23,8 @@ Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 
 class OptimizerRule(msgspec.Struct, frozen=True, kw_only=True):
-    """An optimizer and its hyperparameters. Create it with the functions below, which raise `UsageError` if one is invalid."""
+    """An optimizer and its hyperparameters. Create it with the functions below, which raise `UsageError` if a hyperparameter is
+    invalid."""
 
     kind: OptimizerKind
     lr: NonNegative  # the servers use the learning rate of each push instead
@@ -104,7 +105,6 @@ def FTRL(lr: float = 1e-3, *, lr_power: float = -0.5, l1: float = 0.0, l2: float
 
 
 def _validate_rule(rule: OptimizerRule) -> OptimizerRule:
-    """Return the rule. Raise `UsageError` if a hyperparameter has the wrong type or is out of range."""
     from covey.errors import UsageError
 
     try:
@@ -114,7 +114,7 @@ def _validate_rule(rule: OptimizerRule) -> OptimizerRule:
 
 
 def update_weights(rule: OptimizerRule, lr: float, t: int, weights: Array, gradient: Array, states: list[Array]) -> None:
-    """Update all these weights and their states in place. `t` counts the updates of the parameter; the first is 1."""
+    """Update weights and their states in place. `t` counts the updates of the parameter; the first is 1."""
     if weights.size == 0:
         return
     flat = [array.reshape(-1) for array in (weights, gradient, *states)]  # views: the arrays are contiguous
@@ -128,7 +128,7 @@ def update_rows(
     rule: OptimizerRule, lr: float, t: int, weights: Array, rows: Array, gradient: Array, states: list[Array]
 ) -> None:
     """Update the rows at the indexes `rows`, each given once, and their states in place. If the rule updates all rows, the
-    others are updated with gradient 0."""
+    other rows are updated with gradient 0."""
     if rule.updates_all_rows:
         width = weights.shape[1]
         chunk = max(1, CHUNK_ELEMENTS // max(1, width))

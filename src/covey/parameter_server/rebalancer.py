@@ -1,4 +1,4 @@
-"""The thread that exchanges slots with other servers until this server is in sync with the newest sharding."""
+"""Moves of slots between servers, until this server has the slots that the newest sharding assigns to it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ log = logging.getLogger("covey")
 
 
 class Rebalancer:
-    """Follows the newest sharding: hands over slots that belong to other servers, replaces the replica holder if necessary, and
-    waits until this server has its own slots and they are replicated. Then it calls `on_in_sync` with the sharding's version.
-    """
+    """The thread that follows the newest sharding. It hands over slots that belong to other servers, replaces the replica
+    holder if necessary, and waits until this server has its own slots and they are replicated. Then it calls `on_in_sync` with
+    the sharding's version."""
 
     def __init__(
         self, rows: Rows, replication: Replication, find_server: FindServer, on_in_sync: Callable[[int], None]
@@ -36,20 +36,19 @@ class Rebalancer:
         self._has_new_sharding = True  # the newest sharding is not adopted yet, or was set again
 
     def start(self) -> None:
-        """Start the thread. The rows must be restored."""
+        """Start the thread. The rows must not be RESTORING."""
         threading.Thread(target=self._run, name="covey moves", daemon=True).start()
 
     def set_sharding(self, sharding: Sharding) -> None:
-        """Follow this sharding, unless a newer one is known. If it is the same, `on_in_sync` is called again. The caller does
-        not hold the lock."""
+        """Follow this sharding, unless a newer one is known. If it is followed already, `on_in_sync` is called again."""
         with self._rows.condition:
             if sharding.version >= self._newest_sharding.version:
                 self._newest_sharding, self._has_new_sharding = sharding, True
                 self._rows.condition.notify_all()
 
     def take_slots(self, request: HandOverSlots, body: Array) -> ServerReply:
-        """Wait until this server has adopted the request's sharding, add the slots that another server hands over, and return
-        `Done` when they are replicated. The caller holds the lock, which is released during waits."""
+        """Wait until this server has adopted the request's sharding or a newer one, add the slots that another server hands
+        over, and return `Done` when they are replicated. The caller holds the lock, which is released during waits."""
         self._rows.condition.wait_for(lambda: self._rows.sharding.version >= request.sharding_version)
         self._replication.apply(request, body)
         self._wait_until_replicated()
@@ -74,8 +73,8 @@ class Rebalancer:
             self._on_in_sync(sharding.version)
 
     def _detach_slots(self, sharding: Sharding) -> list[Shard]:
-        """Adopt a sharding and detach the slots that it assigns to other servers. Return all detached shards, including earlier
-        ones. The caller holds the lock."""
+        """Adopt a sharding, detach the slots that it assigns to other servers, and return all detached shards, also those
+        detached earlier. The caller holds the lock."""
         self._rows.adopt(sharding)
         for receiver in sorted(set(sharding.owners) - {self._rows.rank}):
             slots = [slot for slot in sorted(self._rows.own.shard_set.slots) if sharding.owners[slot] == receiver]
@@ -84,8 +83,8 @@ class Rebalancer:
         return list(self._rows.own.shard_set.detached)
 
     def _hand_over_slots(self, shard: Shard, sharding: Sharding) -> None:
-        """Send detached slots to their owner, wait for its reply, and release them. The caller does not hold the lock, because
-        detached slots do not change."""
+        """Send a detached shard to its new owner, wait for the reply, and release the slots. No lock is needed while the shard
+        is sent, because detached slots do not change."""
         slots = sorted(shard.slots)
         receiver = sharding.owners[slots[0]]
         state, arrays = shard.pack()
@@ -97,7 +96,5 @@ class Rebalancer:
         log.info("moved %d of 256 slots to server %d", len(slots), receiver)
 
     def _wait_until_replicated(self) -> None:
-        """Wait until the replica holder, if there is one, has all changes so far. The caller holds the lock, which is released
-        during the wait."""
         change_count = self._rows.own.change_count
         self._rows.condition.wait_for(lambda: self._replication.is_replicated(change_count))

@@ -1,7 +1,8 @@
 """Replication of a server's rows to another server, which applies the same changes in the same order.
 
 A server acknowledges a push when the replica holder has it, so pushes wait while the holder is unreachable. A restarted holder
-receives all rows. After a broken connection the holder receives only the changes that it missed, if they are still queued.
+receives all rows. After a broken connection the holder receives the changes that it missed if they are still queued, else all
+rows.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ class Replication:
 
     @property
     def holder(self) -> int | None:
-        """The server that holds the replica or will receive it; None if there is none. The caller holds the lock."""
+        """The server that holds the replica or will receive it; None without replication. The caller holds the lock."""
         return self._thread.holder if self._thread is not None else None
 
     def start(self, restored_from: int | None = None) -> None:
-        """Start to send changes to the replica holder, if there is one. `restored_from` is the server that held the replica so
-        far. If it is another one, it gets `DropReplica` once the holder has the rows. The caller does not hold the lock."""
+        """Start to send changes to the replica holder, if there is one. `restored_from` is the server from which the rows were
+        restored; if it is not the holder, it gets `DropReplica` once the holder has the rows."""
         if self._thread is not None:
             self._thread.start(restored_from if restored_from != self._thread.holder else None)
 
     def apply(self, change: ReplicatedChange, body: Array) -> bool:
-        """Apply a change and queue it for the replica holder. Return False, and queue nothing, if the rows have it already.
-        Raise `UsageError` if it is invalid. The caller holds the lock."""
+        """Apply a change and queue it for the replica holder. Return False, and queue nothing, if the rows have the change
+        already. Raise `UsageError` or `ValueError` if the change is invalid. The caller holds the lock."""
         if not self._rows.apply(change, body, owned=self._thread is None):
             return False
         if self._thread is not None:
@@ -74,8 +75,8 @@ class Replication:
         return self._thread is None or self._thread.replicated_count >= change_count
 
     def restart_sync(self) -> None:
-        """Reconnect to the replica holder, if there is one, and send what its replica lacks: all rows, or only the queued
-        changes. The caller holds the lock."""
+        """Let the thread reconnect to the replica holder, if there is one, and send all rows or the changes that the replica
+        lacks. The caller holds the lock."""
         if self._thread is not None:
             self._thread.restart_sync()
 
@@ -108,8 +109,7 @@ class ReplicationThread:
         self._thread = threading.Thread(target=self._run, name="covey copy", daemon=True)
 
     def start(self, previous_holder: int | None) -> None:
-        """Start the thread. `previous_holder`, unless None, gets `DropReplica` once this holder has the rows. The caller may
-        hold the lock."""
+        """Start the thread. `previous_holder`, unless None, gets `DropReplica` once this holder has the rows."""
         self._previous_holder = previous_holder
         self._thread.start()
 
@@ -118,7 +118,7 @@ class ReplicationThread:
         self._pending.append((message, body))
 
     def restart_sync(self) -> None:
-        """Reconnect and send what the replica lacks. The caller holds the lock."""
+        """Let the thread reconnect and send what the replica lacks. The caller holds the lock."""
         self.replicated_count = -1
         self._restart_requested = True
         self._rows.condition.notify_all()
@@ -140,8 +140,8 @@ class ReplicationThread:
                 time.sleep(RETRY_DELAY_S)
 
     def _replicate(self, connection: socket.socket) -> None:
-        """Bring the replica up to date, then send each change; return when a restart or stop is requested. Raise `OSError`,
-        `EOFError` or `msgspec.MsgspecError` if the connection fails. The caller does not hold the lock."""
+        """Bring the replica up to date, then send each change, until a restart or stop is requested. The caller does not hold
+        the lock."""
         condition, own = self._rows.condition, self._rows.own
         with condition:  # held during a full sync, so that no rows change
             if self._stopped:
@@ -180,7 +180,7 @@ class ReplicationThread:
 
 def desired_holder(serving: ServingSettings, rank: int, sharding: Sharding) -> int | None:
     """Return the server that should hold the replica of a server's rows; None if replicas are disabled or the ring has no other
-    server. `rank` may be outside the ring."""
+    server. The server `rank` may be outside the ring."""
     return replica_holder(rank, {*sharding.ring, rank}) if serving.copies else None
 
 
@@ -194,8 +194,8 @@ def _receive_number(connection: socket.socket) -> int:
 def request_from_server(
     find_server: FindServer, server: int, message: ParameterMessage, arrays: Sequence[Array] = ()
 ) -> tuple[ServerReply, Array] | None:
-    """Send a request to another server and return its reply and arrays; None if that server has left. Reconnect and resend,
-    without a timeout, until the server replies."""
+    """Send a request to another server and return the reply and its arrays; None if that server has left the sharding.
+    Reconnect and resend, without a timeout, until the server replies."""
     while (endpoint := find_server(server)) is not None:
         with contextlib.suppress(OSError, EOFError), endpoint.connect() as connection:
             send_message(connection, message, arrays)
@@ -205,8 +205,8 @@ def request_from_server(
 
 
 def fetch_replica(find_server: FindServer, holders: list[int], server: int) -> tuple[FullReplica, Array, int] | None:
-    """Ask `holders` in order for the replica of a server's rows. Return the first one found, its arrays and its holder; None if
-    there is none. Block while the holder that is asked is unreachable."""
+    """Ask `holders` in order for the replica of a server's rows. Return the first replica found, its arrays and its holder;
+    None if no holder has one. Wait while a holder is unreachable."""
     for holder in holders:
         found = request_from_server(find_server, holder, RestoreRows(server))
         if found is not None and isinstance(found[0], FullReplica):

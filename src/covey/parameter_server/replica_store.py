@@ -1,5 +1,5 @@
-"""Replicas that a server holds of other servers' rows. It applies the changes that these servers send, and returns the rows to
-a restarted server."""
+"""Replicas of other servers' rows, which those servers update by sending their changes, and from which a restarted server
+restores its rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from covey.parameter_server.shard_set import ShardSet
 
 
 class Replicas:
-    """Replicas by server. They have a separate lock, because two servers may send each other all their rows at the same time,
-    each while it holds the lock of its own `Rows`. Callers do not hold that lock."""
+    """The replicas that a server holds, by owner. They have a separate lock, because two servers may send each other all their
+    rows at the same time, each while it holds the lock of its own `Rows`. Callers must not hold the lock of `Rows`."""
 
     def __init__(self, serving: ServingSettings) -> None:
         self._serving = serving
@@ -35,13 +35,13 @@ class Replicas:
             self._replicas.pop(server, None)
 
     def wait_for_replicas(self, servers: Collection[int]) -> None:
-        """Wait, without a timeout, until the replicas of all these servers are here."""
+        """Wait, without a timeout, until this server has the replicas of all `servers`."""
         with self._condition:
             self._condition.wait_for(lambda: set(servers) <= self._replicas.keys())
 
     def pack_for_restore(self, server: int, initial: ShardSet | None) -> tuple[FullReplica, list[Array]] | None:
-        """Return the replica of a restarted server's rows; if there is none, `initial`, which may be None. The replica gets a
-        new replication id."""
+        """Return the replica of a server's rows as message and arrays, with a new replication id. If there is no replica,
+        return `initial` in the same form; None if that is None."""
         with self._condition:
             replica = self._replicas.get(server)
             if replica is None and initial is not None:
@@ -52,9 +52,9 @@ class Replicas:
             return replica.pack()
 
     def follow_server(self, connection: socket.socket, request: OpenReplication) -> None:
-        """Apply the changes of another server in order until the connection ends; then raise `EOFError` or `OSError`. Raise
-        `EOFError` too if a newer process of that server has restored its rows. If a change cannot be applied, drop the replica
-        and raise the error."""
+        """Apply the changes that another server sends, until the connection ends; then raise `EOFError` or `OSError`. Raise
+        `EOFError` too if a newer process of that server has restored its rows from the replica. If a change cannot be applied,
+        drop the replica and raise the error."""
         replica = self._replicas.get(request.server)
         is_same = replica is not None and replica.replication_id == request.replication_id
         send_message(connection, Done(replica.change_count if is_same and replica is not None else -1))

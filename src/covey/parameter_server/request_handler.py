@@ -43,7 +43,8 @@ class RequestHandler:
 
     def handle(self, request: ParameterRequest, body: Array) -> tuple[ServerReply, list[Array]]:
         """Return the reply to a worker's request, and its arrays. Raise `SlotsMovedError` if the sharding is or becomes newer
-        than the request's, `UsageError` if the request is invalid, `StoreError` if files cannot be read or written."""
+        than the request's, `UsageError` or `ValueError` if the request is invalid, `StoreError` if files cannot be read or
+        written."""
         rows = self._rows
         rows.wait_unless_resharded(request, lambda: rows.sharding.version >= request.sharding_version)
         if isinstance(request, LoadRows):
@@ -141,6 +142,5 @@ class RequestHandler:
         return Done(request.step)
 
     def _wait_until_replicated(self, request: ParameterRequest) -> None:
-        """Wait until the replica holder, if there is one, has all changes so far."""
         change_count = self._rows.own.change_count
         self._rows.wait_unless_resharded(request, lambda: self._replication.is_replicated(change_count))

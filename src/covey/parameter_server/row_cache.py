@@ -1,8 +1,8 @@
 """A worker's cache of rows, validated on every use.
 
 A row is cached with the version (update count) of its table. A pull sends the versions, and the server returns only rows that
-may have changed since, so the result is the same as without the cache. The cache is cleared if the sharding changes, or the
-replication id of a server, as after it restored or loaded its rows.
+may have changed since, so the result is the same as without the cache. The cache is cleared if the sharding changes, or if a
+server's replication id changes, as after the server restored or loaded its rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNKNOWN = -1
 
 
 class RowUpdate(msgspec.Struct, frozen=True):
-    """One server's reply about some rows."""
+    """One server's reply to `PullChanged`, with the requested row numbers."""
 
     server: int
     replication_id: str
@@ -37,7 +37,7 @@ class RowCache:
         self.replication_ids: dict[int, str] = {}  # by server
 
     def cached_versions(self, rows: Array, sharding_version: int) -> Array:
-        """Return the version at which each of these rows is cached; `UNKNOWN` if it is not, or only for another sharding."""
+        """Return the version at which each row is cached; `UNKNOWN` if it is not, or if the cache is for another sharding."""
         if sharding_version != self._sharding_version:
             return np.full(len(rows), UNKNOWN, np.int64)
         indexes = rows % len(self._rows)
@@ -45,14 +45,14 @@ class RowCache:
         return found
 
     def fill_values(self, update: RowUpdate, into: Array) -> None:
-        """Write the values of the update's rows to `into`: changed ones from the update, others from the cache."""
+        """Write the values of the update's rows to `into`: changed rows from the update, the others from the cache."""
         unchanged = ~update.changed
         into[unchanged] = self._values[update.rows[unchanged] % len(self._rows)]
         into[update.changed] = update.values
 
     def store_updates(self, sharding_version: int, updates: list[RowUpdate], values: list[Array]) -> None:
         """Cache the rows of these updates with their values, one array per update. Clear the cache first if the sharding or a
-        replication id changed. Updates with a negative version are not cached."""
+        replication id has changed. Rows of updates with a negative version are not cached."""
         if sharding_version != self._sharding_version or any(
             self.replication_ids.get(u.server, u.replication_id) != u.replication_id for u in updates
         ):

@@ -1,6 +1,6 @@
-"""Placement of rows: the server of each row, and its index among that server's rows.
+"""Placement of rows: the server of each row, and the row's index among that server's rows.
 
-Version of `covey.core.parameter_server.sharding` for numpy arrays of row numbers.
+The assignment is that of `covey.core.parameter_server.sharding`, computed for numpy arrays of row numbers.
 """
 
 from __future__ import annotations

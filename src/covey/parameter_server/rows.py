@@ -33,11 +33,11 @@ from covey.parameter_server.shard_set import ShardSet
 
 
 class SlotsMovedError(Exception):
-    """The sharding of a request is outdated. The worker must send the request again, under the newest sharding."""
+    """A request is based on an outdated sharding; the worker must build it again for the newest sharding."""
 
 
 class VersionedRows:
-    """A server's rows and their version. If replication id and change count are equal, the rows have had the same changes.
+    """A server's rows and their version: rows with the same replication id and change count have had the same changes.
 
     In sync mode, a complete step may be applied on the server and still pending on the replica, or vice versa. Not thread-safe.
     """
@@ -48,10 +48,10 @@ class VersionedRows:
         self.change_count = 0
 
     def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
-        """Apply a change and count it. Return False if the rows have it already, as after a resent request.
+        """Apply a change and count it. Return False if the rows have the change already, as after a resent request.
 
-        Raise `UsageError` if a push or a declaration is invalid; an invalid push changes nothing. `owned`: nothing else uses
-        the memory of `body`, so rows and sums of gradients may be stored in it.
+        Raise `UsageError` or `ValueError` if a push or a declaration is invalid; an invalid push changes nothing. `owned`:
+        nothing else uses the memory of `body`, so rows and sums of gradients may be stored in it.
         """
         changed = True
         if isinstance(change, PushGradients):
@@ -110,8 +110,7 @@ TRANSITIONS: Final = {
 class Rows:
     """The rows that a server owns, their state, and the sharding under which they are served.
 
-    `condition` is the lock for changes of these fields and of those of `Replication` and `Rebalancer`. Every change of rows,
-    state or sharding notifies it.
+    `condition` is the lock of these fields, and of the fields of `Replication` and `Rebalancer` that change.
     """
 
     def __init__(self, serving: ServingSettings, rank: int, sharding: Sharding, *, restoring: bool = False) -> None:
@@ -128,7 +127,7 @@ class Rows:
 
     def has_rows(self, selections: list[RowSelection], body: Array) -> bool:
         """Return whether the selected rows that this server owns are here. `body` has the row numbers. If a selection is `ALL`,
-        or `body` is malformed, return whether all slots are here. The caller holds the lock."""
+        or `body` is malformed, return whether the state is SERVING. The caller holds the lock."""
         is_serving = self.state is RowsState.SERVING
         if is_serving or body.nbytes % 8 or any(selection.row_count == ALL for selection in selections):
             return is_serving
@@ -138,8 +137,8 @@ class Rows:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_unless_resharded(self, request: ParameterRequest, predicate: Callable[[], bool]) -> None:
-        """Wait until a predicate holds. Raise `SlotsMovedError` if the sharding is or becomes newer than the request's. The
-        caller holds the lock, which is released during the wait."""
+        """Wait until `predicate` returns True. Raise `SlotsMovedError` if the sharding is or becomes newer than the request's.
+        The caller holds the lock, which is released during the wait."""
         self.condition.wait_for(lambda: predicate() or self.sharding.version > request.sharding_version)
         if self.sharding.version > request.sharding_version:
             raise SlotsMovedError
@@ -169,12 +168,12 @@ class Rows:
         self._update_state()
 
     def restore(self, replica: FullReplica, body: Array) -> None:
-        """Restore the rows from their replica, and leave RESTORING. The caller holds the lock."""
+        """Restore the rows from their replica and leave the state RESTORING. The caller holds the lock."""
         self.own.restore(replica, body)
         self._update_state()
 
     def adopt(self, sharding: Sharding) -> None:
-        """Use this sharding from now on. The caller holds the lock, and the rows are not RESTORING."""
+        """Use this sharding from now on. The state must not be RESTORING. The caller holds the lock."""
         self.sharding = sharding
         self._update_state()
 
@@ -184,7 +183,6 @@ class Rows:
         return self.newest_generations[rank]
 
     def _update_state(self) -> None:
-        """Set the state that follows from slots and sharding, and notify waiting threads. The caller holds the lock."""
         is_complete = len(self.own.shard_set.slots) == self.sharding.owners.count(self.rank)
         state = RowsState.SERVING if is_complete else RowsState.MOVING
         if state is not self.state:

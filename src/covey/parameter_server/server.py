@@ -1,11 +1,11 @@
 """A parameter server: a listening port, a thread per connection, and one lock for its rows.
 
-With replicas, a restarted server fetches its rows from another server before it handles workers' requests. Meanwhile it
-replies to requests about the replicas that it holds, so that several restarted servers do not wait for each other.
+With replicas, a restarted server fetches its rows from another server before it handles workers' requests. Meanwhile it replies
+to requests about the replicas that it holds, so that several restarted servers do not wait for each other.
 
-`Rows` owns the rows and their lock, `Replication` applies changes here and sends them to the replica, `RequestHandler` handles
-workers' requests, `Rebalancer` moves slots, and `Replicas` holds the rows of other servers under a separate lock. No thread
-takes one of the two locks while it holds the other.
+`Rows` owns the rows and their lock, `Replication` applies changes and sends them to the replica holder, `RequestHandler`
+handles workers' requests, `Rebalancer` moves slots, and `Replicas` holds the rows of other servers under a separate lock. No
+thread takes one of the two locks while it holds the other.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ParameterServer:
     """A parameter server. It accepts connections as soon as it is created.
 
     `restarts` is the number of earlier processes of this server since the last full restart. `find_server` returns the endpoint
-    of another server. `sharding` is None for the initial one. `on_in_sync` is called, on another thread, with the version of a
-    sharding when this server has the slots that the sharding assigns to it and its replica is complete.
+    of another server. If `sharding` is None, the initial sharding is used. `on_in_sync` is called, on another thread, with the
+    version of a sharding when this server has the slots that the sharding assigns to it and its replica is complete.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class ParameterServer:
         self.endpoint = ServerEndpoint(address, listener.port, listener.token)
 
     def recover(self) -> None:
-        """Restore the rows from their replica if necessary, then start replication and the rebalancer. Call it once, in every
-        process of a server. A restarted server waits until all other servers reply and it has the replicas that it must hold.
-        Raise `PeerError` with `ExitCode.ROWS_LOST` if the rows must be restored and no server has their replica."""
+        """Restore the rows from their replica if necessary, then start replication and the rebalancer. Call it once per
+        process. A restarted server waits until all other servers reply and it has the replicas that it must hold. Raise
+        `PeerError` with `ExitCode.ROWS_LOST` if the rows must be restored and no server has their replica."""
         others = self._other_servers()
         restored_from = None
         if self._rows.state is RowsState.RESTORING:
@@ -111,12 +111,11 @@ class ParameterServer:
         self._rebalancer.start()
 
     def set_sharding(self, sharding: Sharding) -> None:
-        """Follow this sharding, unless a newer one is known. If it is the same, `on_in_sync` is called again."""
+        """Follow this sharding, unless a newer one is known. If it is followed already, `on_in_sync` is called again."""
         self._rebalancer.set_sharding(sharding)
 
     def _other_servers(self) -> list[int]:
-        """Return the other servers: first those with higher ranks, then those with lower ranks. The first one is the replica
-        holder unless servers are being added or removed."""
+        """Return the servers with higher ranks, then those with lower ranks: the replica holder is usually the first."""
         servers = sorted(self._rows.sharding.servers - {self.rank})
         return [s for s in servers if s > self.rank] + [s for s in servers if s < self.rank]
 
@@ -159,8 +158,7 @@ class ParameterServer:
         send_message(connection, reply, arrays)
 
     def _handle_request(self, request: ServerRequest, body: Array) -> tuple[ServerReply, list[Array]]:
-        """Return the reply and its arrays. While this server is RESTORING, requests wait unless they are about replicas. Raise
-        `UsageError` if the request is invalid, `StoreError` if files cannot be read or written."""
+        """Return the reply and its arrays. While this server is RESTORING, requests wait unless they are about replicas."""
         if isinstance(request, RestoreRows):
             return self._on_restore_rows(request.server)
         if isinstance(request, DropReplica):
@@ -183,8 +181,8 @@ class ParameterServer:
         raise UsageError(f"{type(request).__name__} is not a request to a server")
 
     def _on_restore_rows(self, server: int) -> tuple[ServerReply, list[Array]]:
-        """Return the replica of a restarted server's rows. If there is none because this server, the holder, has not received
-        one yet, return the initial state, without parameters. Otherwise return `RequestFailed`."""
+        """Return the replica of a restarted server's rows; the initial state, without parameters, if this server is the replica
+        holder and has not received a replica yet; else `RequestFailed`."""
         sharding = self._rows.sharding
         may_have_begun = not self._is_first_instance or sharding.version > 0 or server not in sharding.ring
         initial = None

@@ -1,10 +1,10 @@
-"""A worker's connection to one server, and batches of requests to several.
+"""A worker's connection to one server, and batches of requests to several servers.
 
 After a broken connection a channel looks up the server, which may have restarted, and resends the request. Arrays are sent from
 the caller's memory, so the caller must not change them before the batch is finished.
 
-A blocking batch with little data is sent from the caller's thread if the connections are free. Otherwise each server has a
-thread that sends; these threads transfer in parallel, but waking them takes time.
+A blocking batch with little data is sent from the caller's thread if the connections are free. Otherwise one thread per server
+sends; these threads transfer in parallel, but waking them takes time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("covey")
 
 
 class ServerDirectory(Protocol):
-    """The servers and their sharding, as `RequestBatch` uses them."""
+    """Access to the newest sharding and to a channel for each server, for `RequestBatch`."""
 
     def newest_sharding(self) -> Sharding: ...
     def update_sharding(self, sharding: Sharding | None) -> None: ...
@@ -66,9 +66,9 @@ BuildRequests = Callable[[Sharding], list[PendingRequest]]
 class RequestBatch:
     """Requests to one or more servers, finished when all have replied.
 
-    If none has failed but a server replies that the sharding is outdated, all requests are built and sent again. `on_finished`
-    is called on an arbitrary thread. With `blocking`, the constructor waits until the batch is finished and raises its error.
-    It raises `UsageError` if the arrays of a request are too large.
+    If no request has failed but a server replies that the sharding is outdated, all requests are built and sent again.
+    `on_finished` is called on an arbitrary thread. With `blocking`, the constructor waits until the batch is finished and
+    raises its error. The constructor raises `UsageError` if the arrays of a request are too large.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Channel:
     def close_in_child(self) -> None:
         if self._connection is not None:
             with contextlib.suppress(OSError):
-                os.close(self._connection.fileno())
+                os.close(self._connection.fileno())  # the parent's connection stays open
 
     def _run(self) -> None:
         while True:
@@ -211,7 +211,8 @@ class Channel:
             batch.on_reply(reply)
 
     def try_send(self, request: PendingRequest) -> bool:
-        """Send a request if there is a connection; return False if there is none or it is broken. Raise `MessageTooLarge`."""
+        """Send a request if there is a connection; return False if there is none or it is broken. Raise `MessageTooLarge` as
+        `send_message`."""
         if self._connection is None:
             return False
         try:
@@ -222,8 +223,9 @@ class Channel:
         return True
 
     def wait_for_reply(self, request: PendingRequest, *, sent: bool) -> ServerReply:
-        """Send the request unless it was `sent`, and return the reply after the callback. Reconnect and resend until the server
-        replies. If it has left the cluster, return `ShardingChanged` without a callback. Raise `MessageTooLarge`."""
+        """Send the request unless it was `sent`, pass the reply to the request's callback, and return the reply. Reconnect and
+        resend until the server replies. If the server has left the sharding, return `ShardingChanged` without a callback. Raise
+        `MessageTooLarge` as `send_message`."""
         while True:
             try:
                 if self._connection is None:

@@ -1,10 +1,10 @@
 """Rows of some slots of all parameters, and the order in which gradients are applied.
 
 In sync mode, the gradients of a step are summed in rank order, whatever order they arrive in, and divided by the number of
-workers. When all ranks' gradients are here, the step is *complete*, and the server acknowledges them once they are replicated.
-The step is *applied* when a rank pulls or saves values for the next step, or pushes gradients of it. Healing requires this
-delay: until a rank continues, no server has applied the step, so the replacement of a dead rank can still pull the values that
-its predecessor used. In the other modes, gradients are applied when they arrive.
+workers. When the gradients of all ranks have arrived, the step is *complete*. It is *applied* when a rank pulls or saves values
+for the next step, or pushes gradients of the next step. Because of this delay, the replacement of a rank that died can still
+pull the values that its predecessor used, unless another rank has begun the next step. In the other modes, gradients are
+applied when they arrive.
 
 A push is identified by (step, rank) and accepted once, so a worker can resend it. A shard is not thread-safe.
 """
@@ -31,7 +31,8 @@ NO_OWNER: Final = -1
 
 
 class RowGradient(msgspec.Struct, frozen=True):
-    """A gradient of one parameter, from one rank or summed over several. `rows` is None if it is for all rows."""
+    """A gradient of one parameter, from one rank or summed over several. `rows` is None if the gradient is for all rows of the
+    shard."""
 
     name: str
     rows: Array | None
@@ -72,13 +73,13 @@ class StepGradients:
             self.next_rank += 1
 
     def select_rows(self, select: Callable[[RowGradient], RowGradient]) -> StepGradients:
-        """Return the same gradients for some of the rows; `select` returns the part of one gradient."""
+        """Return these gradients for some of their rows; `select` returns the part of one gradient."""
         waiting = {rank: [select(one) for one in gradients] for rank, gradients in self.waiting_by_rank.items()}
         return StepGradients(self.ranks, waiting, [select(one) for one in self.summed], self.next_rank)
 
 
 class Shard:
-    """A server's rows of some slots. `server` is the owner, also if this is a replica on another server."""
+    """A server's rows of some slots. `server` is the owner of the rows, also in a replica on another server."""
 
     def __init__(
         self,
@@ -101,8 +102,9 @@ class Shard:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array) -> None:
-        """Add a parameter unless it exists. `values` has its initial values if the spec says that they are given. Raise
-        `UsageError` if it was declared differently or given values are missing, `ValueError` if they have the wrong size."""
+        """Add a parameter unless it exists. `values` has its initial values if their kind in the spec is "given". Raise
+        `UsageError` if the parameter exists with another declaration or given values are missing, `ValueError` if given values
+        have the wrong size."""
         known = self.tables.get(spec.name)
         if known is not None:
             self.check_spec(spec)
@@ -131,8 +133,9 @@ class Shard:
                 )
 
     def build_gradients(self, push: PushGradients, blocks: list[RowBlock], *, owned: bool) -> list[RowGradient]:
-        """Return the gradients of a push. Raise `UsageError` if the rank does not exist, if in sync mode an earlier step is not
-        complete, or if values are NaN or infinite and `refuse_nan` is set. `owned`: see `RowGradient.owns_memory`."""
+        """Return the gradients of a push from its blocks. Raise `UsageError` if the rank does not exist, if in sync mode an
+        earlier step is not complete, or if values are NaN or infinite and `refuse_nan` is set. `owned`: see
+        `RowGradient.owns_memory`."""
         if push.rank >= self.serving.workers:
             raise UsageError(f"received a push of rank {push.rank}, expected ranks 0 to {self.serving.workers - 1}")
         if self.serving.mode is ConsistencyMode.SYNC and push.step > self.step + self.is_step_complete(self.step):
@@ -153,8 +156,8 @@ class Shard:
         return step <= self.last_pushed_steps[rank]
 
     def add_gradients(self, step: int, rank: int, gradients: list[RowGradient]) -> None:
-        """Add a rank's gradients, which are new. In sync mode, apply the step before them first if it is pending. In the other
-        modes, apply the gradients."""
+        """Add a rank's gradients of a step that the rank has not pushed yet. In sync mode, first apply the previous step if it
+        is pending; in the other modes, apply the gradients."""
         if self.serving.mode is ConsistencyMode.SYNC:
             if step > self.step:
                 self.apply_step()
@@ -165,11 +168,11 @@ class Shard:
         self.last_pushed_steps[rank] = step
 
     def is_step_complete(self, step: int) -> bool:
-        """Return whether all ranks' gradients of a step have arrived. For sync mode."""
+        """Return whether the gradients of all ranks for a step have arrived. For sync mode."""
         return step < self.step or (step == self.step and len(self.step_gradients.ranks) == self.serving.workers)
 
     def is_step_readable(self, step: int) -> bool:
-        """Return whether the values for a step can be read: in sync mode if the step before is complete, in bounded mode if
+        """Return whether the values for a step can be read: in sync mode if the previous step is complete, in bounded mode if
         every rank has pushed all steps below `step` - `staleness`, in async mode always."""
         if self.serving.mode is ConsistencyMode.SYNC:
             return step <= self.step or self.is_step_complete(step - 1)
@@ -177,7 +180,7 @@ class Shard:
         return min(self.last_pushed_steps) + 1 >= step - ahead
 
     def apply_until(self, step: int) -> None:
-        """In sync mode, apply the step before `step` if it is pending. `step` must be readable."""
+        """In sync mode, apply the step before `step` if it is pending. `step` must be readable (`is_step_readable`)."""
         if self.serving.mode is ConsistencyMode.SYNC and step > self.step:
             self.apply_step()
 
@@ -192,8 +195,8 @@ class Shard:
             self._update_table(gradients, 1.0 / self.serving.workers)
 
     def _update_table(self, gradients: list[RowGradient], scale: float) -> None:
-        """Update one parameter with the sum of its gradients times `scale`, at the first gradient's learning rate. Pass one
-        gradient for all rows, or any number for some rows."""
+        """Update one parameter with the sum of `gradients` times `scale`, at the first gradient's learning rate. `gradients` is
+        one gradient for all rows, or any number of gradients for some rows."""
         first = gradients[0]
         table, lr = self.tables[first.name], first.lr
         if first.rows is None:
@@ -209,7 +212,7 @@ class Shard:
     # -- copies and transfers ----------------------------------------------------------------------------------------
 
     def copy_slots(self, slots: Iterable[int]) -> Shard:
-        """Return a copy of some of the slots as a new shard, with the same step and its gradients so far."""
+        """Return a copy of some slots as a new shard, with the same step and the gradients of that step so far."""
         copied = frozenset(slots)
         owners = partial_owners(self.server, copied)
         tables = {name: table.copy_owned_rows(owners) for name, table in self.tables.items()}
@@ -227,8 +230,8 @@ class Shard:
         return Shard(self.serving, self.server, copied, tables, self.step, self.last_pushed_steps, gradients)
 
     def can_merge(self, other: Shard) -> bool:
-        """Return whether both have the same parameters, step, pushes and update counts, and no gradients of the current
-        step."""
+        """Return whether both shards have the same parameters, step, pushes and update counts, and neither has gradients of the
+        current step."""
         same = (
             self.step == other.step
             and self.last_pushed_steps == other.last_pushed_steps

@@ -1,8 +1,8 @@
 """All rows of a server: one shard, temporarily several, or none if the server owns no slots.
 
-Slots received from another server may have other gradients of the step than the slots here. Each shard records its pushes, so
-that a push reaches each row once even if slots move in between. Shards with the same pushes are merged later. Slots detached
-for another server are kept unchanged until that server has received them.
+Slots received from another server may have had other pushes than the slots here. Each shard therefore records its pushes, so
+that a push reaches each row once even if slots move in between. Shards in the same state (`Shard.can_merge`) are merged later.
+Slots detached for another server are kept unchanged until that server has received them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ShardSet:
 
     @property
     def parameter_names(self) -> list[str]:
-        """Parameters that all shards have; [] without shards."""
+        """Parameters that all shards have."""
         return [name for name in self.shards[0].tables if self.has_parameter(name)] if self.shards else []
 
     @property
@@ -50,8 +50,8 @@ class ShardSet:
     # -- requests of workers -----------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array) -> bool:
-        """Add a parameter to all shards that lack it; return whether any did. `values` has the initial values of all rows here
-        if the spec says that they are given. Raise as `Shard.declare`."""
+        """Add a parameter to the shards that lack it; return whether there was one. `values` has the initial values of all rows
+        of this server if their kind in the spec is "given". Raise as `Shard.declare`."""
         new = [shard for shard in self.shards if spec.name not in shard.tables]
         for shard in self.shards:
             shard_values = values
@@ -69,8 +69,8 @@ class ShardSet:
             shard.check_spec(spec)
 
     def push(self, push: PushGradients, body: Array, *, owned: bool) -> bool:
-        """Add a push to all shards that lack it; return whether any did. If it is invalid, raise `UsageError` and change
-        nothing."""
+        """Add a push to the shards that lack it; return False if no shard lacks it. If a shard lacks it and it is invalid,
+        raise `UsageError` and change nothing."""
         new = [push.rank >= self.serving.workers or not shard.has_pushed(push.step, push.rank) for shard in self.shards]
         if not any(new):
             return False
@@ -102,12 +102,12 @@ class ShardSet:
         return min((shard.last_pushed_steps[rank] for shard in self.shards), default=-1)
 
     def check_pull(self, selections: list[RowSelection], body: Array) -> None:
-        """Raise `UsageError` if these rows, whose numbers are in `body`, cannot be pulled."""
+        """Raise `UsageError` if the selected rows, whose numbers are in `body`, cannot be pulled."""
         parse_row_blocks(selections, body, self._parameter_infos(), self.server, values=False)
 
     def read_values(self, selections: list[RowSelection], body: Array) -> list[Array]:
-        """Return the values of each selection; `body` has the row numbers. With one shard, values of complete parameters are
-        not copied. Raise `UsageError` as `check_pull`."""
+        """Return the values of each selection; `body` has the row numbers. With one shard, values of a selection of all rows
+        are not copied. Raise `UsageError` as `check_pull`."""
         infos = self._parameter_infos()
         return [
             self._read_block(block, infos[block.name])
@@ -115,9 +115,9 @@ class ShardSet:
         ]
 
     def read_changed(self, selection: RowSelection, body: Array) -> tuple[int, Array, Array]:
-        """Return the table's version, a mask of the rows that may have changed, and their values. `body` has the row numbers,
-        then the worker's version of each row. With several shards, return version -1 and all rows. Raise `UsageError` if
-        `body` or the selection is invalid."""
+        """Return the table's version, a mask of the rows that may have changed, and the values of those rows. `body` has the
+        row numbers, then the worker's version of each row. With several shards, return version -1 and all rows. Raise
+        `UsageError` if the selection is invalid."""
         infos, half = self._parameter_infos(), body.nbytes // 2
         [block] = parse_row_blocks([selection], body[:half], infos, self.server, values=False)
         since = body[half:].view(np.int64)
@@ -132,7 +132,7 @@ class ShardSet:
     # -- slots -------------------------------------------------------------------------------------------------------
 
     def detach_slots(self, slots: Iterable[int]) -> None:
-        """Move these slots from `shards` to `detached`. They must have one receiver."""
+        """Move these slots, which must all have the same new owner, from `shards` to `detached`."""
         leaving = frozenset(slots)
         for shard in list(self.shards):
             if part := shard.slots & leaving:
@@ -147,8 +147,8 @@ class ShardSet:
         self.detached = [shard for shard in self.detached if not shard.slots <= gone]
 
     def add_slots(self, state: Any, body: Array) -> None:
-        """Add slots from another server as a new shard. `state` is that of `HandOverSlots`. None of the slots may be here. Rows
-        may be stored in the memory of `body`."""
+        """Add slots from another server as a new shard; `state` is `HandOverSlots.state`. None of the slots may be in `shards`.
+        Rows may be stored in the memory of `body`."""
         shard = Shard(self.serving, self.server, state[0])
         assert not shard.slots & self.slots
         shard.unpack(state[1], body)
@@ -166,15 +166,15 @@ class ShardSet:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def as_single_shard(self) -> Shard:
-        """Return all rows, without detached slots, as one shard. There must be at least one; a single shard is not copied. If
-        there are several, gradients of the current step are dropped."""
+        """Return all rows, without detached slots, as one shard. There must be at least one shard. A single shard is not
+        copied; from several, gradients of the current step are dropped."""
         found = self.shards[0]
         for shard in self.shards[1:]:
             found = found.merge(shard)
         return found
 
     def pack(self) -> tuple[Any, list[Array]]:
-        """Return everything, with detached slots, as plain data and arrays. Values of rows are not copied."""
+        """Return all rows, with detached slots, as plain data and arrays, for `unpack`. Values of rows are not copied."""
         states: list[Any] = []
         arrays: list[Array] = []
         for shard in (*self.shards, *self.detached):
@@ -184,7 +184,7 @@ class ShardSet:
         return [len(self.shards), states], arrays
 
     def unpack(self, state: Any, body: Array) -> None:
-        """Replace everything by what `pack` returned. The rows may be stored in the memory of `body`."""
+        """Replace all rows by what `pack` returned. The rows may be stored in the memory of `body`."""
         count, states = state
         found = []
         for slots, inner in states:
@@ -196,7 +196,7 @@ class ShardSet:
     # -- several shards ----------------------------------------------------------------------------------------------
 
     def _parameter_infos(self) -> Mapping[str, ParameterInfo]:
-        """Return the parameters that all shards have, placed as if these were one shard."""
+        """Return the parameters that all shards have, with their placement as if the shards were one."""
         if len(self.shards) == 1:
             return self.shards[0].tables
         owners = partial_owners(self.server, self.slots)
@@ -206,7 +206,6 @@ class ShardSet:
         }
 
     def _split_by_shard(self, blocks: list[RowBlock], infos: Mapping[str, ParameterInfo]) -> list[list[RowBlock]]:
-        """Return the blocks of a message for each shard."""
         if len(self.shards) == 1:
             return [blocks]
         return [[self._block_for_shard(shard, block, infos[block.name]) for block in blocks] for shard in self.shards]

@@ -30,8 +30,8 @@ class Table:
 
     @classmethod
     def create(cls, spec: ParameterSpec, server: int, owners: SlotOwners, values: Array | None = None) -> Table:
-        """Return a new table with `values` (bytes, not copied). If `values` is None, use the initial values of the spec; zeros
-        if their kind is "given". Raise `ValueError` if `values` has the wrong size."""
+        """Return a new table with `values` (bytes, not copied). If `values` is None, use the initial values of the spec, or
+        zeros if their kind is "given". Raise `ValueError` if `values` has the wrong size."""
         placement = RowPlacement(spec.rows, spec.striped, owners)
         shape, dtype = (placement.count_rows(server), spec.width), DTYPES[spec.dtype]
         if values is not None:
@@ -43,14 +43,15 @@ class Table:
         return cls(spec, server, placement, weights, states)
 
     def copy_owned_rows(self, owners: SlotOwners) -> Table:
-        """Return a table with copies of those rows of this table that `owners` assigns to this server."""
+        """Return a table with copies of those rows that `owners` assigns to this server."""
         placement = RowPlacement(self.spec.rows, self.spec.striped, owners)
         indexes = self.placement.local_indexes(placement.row_numbers(self.server, 0, placement.count_rows(self.server)))
         states = {name: values[indexes] for name, values in self.states.items()}
         return Table(self.spec, self.server, placement, self.weights[indexes], states, self.update_count)
 
     def merge(self, other: Table, owners: SlotOwners) -> Table:
-        """Return a table with copies of the rows of both, with this table's update count. `owners` has the slots of both."""
+        """Return a table with copies of the rows of both tables, with this table's update count. `owners` assigns the slots of
+        both tables to this server."""
         placement = RowPlacement(self.spec.rows, self.spec.striped, owners)
         indexes = [
             placement.local_indexes(table.placement.row_numbers(self.server, 0, len(table.weights))) for table in (self, other)
@@ -74,7 +75,7 @@ class Table:
         update_weights(self.spec.rule, lr, self.update_count, self.weights, gradient, list(self.states.values()))
 
     def apply_row_gradient(self, rows: Array, gradient: Array, lr: float) -> None:
-        """Apply a gradient of some rows, given by their numbers, each once. Adam changes all other rows too."""
+        """Apply a gradient of some rows, given by their numbers, each once. Adam changes the other rows too."""
         self.update_count += 1
         local = self.placement.local_indexes(rows)
         if self._row_versions is not None:
@@ -86,8 +87,8 @@ class Table:
         return self.weights if rows is None else np.take(self.weights, self.placement.local_indexes(rows), axis=0)
 
     def changed_since(self, rows: Array, since: Array) -> Array:
-        """Return for each of these rows whether it may have changed after the update count `since`. Versions are recorded from
-        the first call on; until then, each update counts as a change of all rows."""
+        """Return for each row whether it may have changed after its update count in `since`. Versions are recorded from the
+        first call on; an earlier update counts as a change of all rows."""
         if self._row_versions is None:
             self._row_versions = np.full(len(self.weights), self.update_count, np.int64)
         found: Array = self._row_versions[self.placement.local_indexes(rows)] > since
@@ -95,7 +96,7 @@ class Table:
 
 
 def sum_duplicate_rows(rows: Array, gradient: Array) -> tuple[Array, Array]:
-    """Return the rows sorted and without duplicates, and the sum of each row's gradients, added in the given order."""
+    """Return the rows sorted and without duplicates, and the sum of each row's gradients."""
     order = np.argsort(rows, kind="stable")
     rows, gradient = rows[order], gradient[order]
     first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1]))) if len(rows) else np.empty(0, np.int64)

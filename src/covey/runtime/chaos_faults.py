@@ -1,7 +1,8 @@
 """Faults of `covey chaos` on this host. A fault with a duration is undone at its end, also after an exception.
 
-Only child processes of the given supervisors are killed, stopped or disconnected. A supervisor is a `covey run` or `covey
-federated up` of this user. A pidfd is opened before the parent of a process is checked, so that a reused pid is never hit.
+Processes are killed, stopped or disconnected only if they are children of the given supervisors. A supervisor is a `covey run`
+or `covey federated` command of this user. A pidfd is opened before the parent of a process is checked, so that a reused pid is
+not hit.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ SUPERVISOR_COMMANDS: Final = ("run", "federated")
 
 
 class ProcessGone(Exception):
-    """The process has exited, or is not a child of one of the supervisors. Raised by every function with a parameter
+    """The process has exited, or is not a child of one of the supervisors. Raised by the functions with a parameter
     `supervisors`."""
 
 
 def find_supervisor(pid: int) -> psutil.Process:
-    """Return the `covey run` or `covey federated up` of this user that is the parent of a process. Raise `ProcessGone` if its
-    parent is another process, or it has exited."""
+    """Return the parent of process `pid`, a `covey run` or `covey federated` command of this user. Raise `ProcessGone` if the
+    process has another parent or has exited."""
     try:
         parent = psutil.Process(pid).parent()
         if parent is not None and parent.uids().real == os.getuid() and _is_supervisor_command(parent.cmdline()):
@@ -57,7 +58,8 @@ def _is_supervisor_command(command: list[str]) -> bool:
 
 
 def find_template_pid(supervisor: psutil.Process) -> int:
-    """Return the pid of the template, the process from which this agent's workers are forked; 0 if there is none."""
+    """Return the pid of the template, the process from which the workers of the agent `supervisor` are forked; 0 if there is
+    none."""
     with contextlib.suppress(psutil.Error):
         for child in supervisor.children():
             with contextlib.suppress(psutil.Error):
@@ -68,7 +70,7 @@ def find_template_pid(supervisor: psutil.Process) -> int:
 
 @contextlib.contextmanager
 def open_pidfd(pid: int, supervisors: Collection[psutil.Process]) -> Iterator[int]:
-    """Yield a pidfd of a child of one of these supervisors. Raise `ProcessGone` if it is not their child, or has exited."""
+    """Yield a pidfd of process `pid`. Raise `ProcessGone` if it has exited or is not a child of one of the supervisors."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError as error:

@@ -46,7 +46,8 @@ class EventStream:
             self._update_subscription(connection, request)
 
     def notify_subscribers(self) -> None:
-        """Send each subscriber the new events that it requested, at most the newest 1000; nothing if there are none."""
+        """Send each subscriber the new events that match its request, if there are any, at most the newest
+        `REPLY_EVENTS_MAX`."""
         for connection, request in list(self._subscriptions.items()):
             self._send_events(connection, request, even_empty=False)
             self._update_subscription(connection, request)

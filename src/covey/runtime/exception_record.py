@@ -1,8 +1,8 @@
 """Description of the uncaught exception that ends a script, and its way to the agent.
 
-The end of a log may not show it, because exit handlers, destructors and libraries print after the traceback. The process
-therefore writes the description itself, when the exception ends the script, to a file in the agent's directory that is named by
-its pid. Without an agent a node sends the description to the scheduler in `Leave`.
+The end of a log may not show the exception, because exit handlers, destructors and libraries print after the traceback. The
+process therefore writes the description to a file in the agent's directory, named by its pid. Without an agent, a node sends
+the description to the scheduler in `Leave`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def describe(
 
 
 def replace_surrogates(text: str) -> str:
-    """Return the text with surrogates replaced by "?". They come from bytes that are not UTF-8, as in file names, and cannot be
-    encoded."""
+    """Return the text with "?" for each surrogate. Surrogates stand for bytes that are not UTF-8, as in file names, and cannot
+    be encoded."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -97,7 +97,6 @@ def _exception_text(error: BaseException) -> str:
 
 
 def _exception_name(kind: type[BaseException]) -> str:
-    """Return the name as Python prints it: with its module, unless that is `builtins` or `__main__`."""
     return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
 
 

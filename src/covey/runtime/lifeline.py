@@ -56,13 +56,12 @@ def bind_to_agent(read_end: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if has_agent_exited(fd):
+    if has_agent_exited(fd):  # perhaps before O_ASYNC was set: then the kernel has sent no signal
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def has_agent_exited(fd: int) -> bool:
-    """Return whether the agent has closed its end, as its exit does. If that was before O_ASYNC was set, the kernel sent no
-    signal."""
+    """Return whether the write end is closed, by the agent's exit or by `Lifeline.close`."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(0))

@@ -57,7 +57,7 @@ def list_child_pids() -> list[int]:
 
 
 def list_thread_ids(pid: int) -> list[int]:
-    """Return the thread ids of a process; [] if it has exited."""
+    """Return the thread ids of a process; [] if there is no such process."""
     return [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
 
 
@@ -79,7 +79,8 @@ def find_connection_owner(client: tuple[str, int], server: tuple[str, int], work
 
 
 def _find_own_socket(local: tuple[str, int], remote: tuple[str, int]) -> str:
-    """Return the name below /proc/PID/fd of the TCP socket with these ends; "" if there is none, or it is another user's."""
+    """Return the name below /proc/PID/fd of the TCP socket with the ends `local` and `remote`; "" if there is none, or it is
+    another user's."""
     for path, mapped in (("/proc/net/tcp", b""), ("/proc/net/tcp6", _IPV4_MAPPED_PREFIX)):
         ends = " ".join(_format_proc_address(*end, mapped) for end in (local, remote))
         with contextlib.suppress(FileNotFoundError), Path(path).open() as lines:  # a kernel without IPv6 has no tcp6
@@ -105,7 +106,6 @@ def _format_proc_address(address: str, port: int, mapped: bytes) -> str:
 
 
 def _children_by_parent() -> dict[int, list[int]]:
-    """Return the pids of the children of each process of the host."""
     found: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # exited since it was listed
@@ -115,7 +115,6 @@ def _children_by_parent() -> dict[int, list[int]]:
 
 
 def _has_socket_open(pid: int, socket_name: str) -> bool:
-    """Return whether a process has this socket open; False if it has exited or cannot be read."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed since it was listed

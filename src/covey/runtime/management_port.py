@@ -1,5 +1,4 @@
-"""The REST port of a process. Its imports take longer than the formation of a small cluster, so they run on a thread and do not
-delay the process."""
+"""The REST port of a process, whose slow imports run on another thread, so that they do not delay the process."""
 
 from __future__ import annotations
 

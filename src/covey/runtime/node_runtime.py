@@ -30,7 +30,7 @@ PROGRESS_REPORTS_PER_S: Final = 500  # limit for all senders together
 
 
 def progress_interval_s(senders: int) -> float:
-    """Return the least seconds between two progress reports of one sender, if there are `senders` of them."""
+    """Return the least seconds between two progress reports of one sender if the cluster has `senders` senders."""
     return max(PROGRESS_INTERVAL_MIN_S, senders / PROGRESS_REPORTS_PER_S)
 
 
@@ -65,7 +65,7 @@ class SchedulerAddress(msgspec.Struct, frozen=True):
 
 
 def make_node_settings(settings: Settings, scheduler_address: SchedulerAddress) -> NodeSettings:
-    """Return the node machine's part of the effective settings.
+    """Return the settings of the node's state machine.
 
     The heartbeat interval is at most a quarter of the shorter of MS_NODE_TIMEOUT and COVEY_STUCK; for a child of an agent an
     eighth, because its heartbeat waits for the agent's.
@@ -124,7 +124,6 @@ class NodeRuntime:
 
     @property
     def registration(self) -> Register | RegisterAgent:
-        """Registration of this node: its identity, and what the cluster has assigned."""
         return self._machine.registration
 
     def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
@@ -143,7 +142,7 @@ class NodeRuntime:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection to the scheduler, for a child of an agent through its agent."""
+        """Whether there is a connection to the scheduler, direct or through an agent."""
         return self._connection is not None
 
     def unsent_bytes(self) -> int:
@@ -254,7 +253,7 @@ class NodeRuntime:
             self._step_machine(ConnectionLost(reason))
 
     def _with_address(self, message: Message) -> Message:
-        """Return the message; to a registration, add this node's address, which may be unknown before the connection."""
+        """Add this node's address to a registration, because it may be unknown before the connection."""
         if isinstance(message, Register | RegisterAgent):
             host = msgspec.structs.replace(message.host, address=self.address)
             return msgspec.structs.replace(message, host=host)

@@ -16,7 +16,7 @@ AGENT_REPLY_TIMEOUT_S: Final = 1.0  # for the reply to a `LastHeardRequest`
 
 
 class RelayedRuntime(NodeRuntime):
-    """A runtime that is connected to its agent. The agent reports when it connects to the scheduler and when it disconnects."""
+    """A runtime that is connected to its agent, which reports when it connects to the scheduler and when it disconnects."""
 
     _scheduler_reachable = False
     _last_heard_requested_at: float | None = None  # loop time of the pending request; None: none is pending

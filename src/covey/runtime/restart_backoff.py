@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class RestartBackoff:
     """Delays between the restarts of one child process.
 
-    Exits count as a row until a process has run for `stable_after_s` seconds; its exit begins the next row. `delays_s` has the
-    delay after each exit of a row. After more exits than that, the process must not be restarted.
+    `delays_s` has the delay after the first, second, ... exit in a row; after more exits than delays, the process must not be
+    restarted. The exit of a process that has run for `stable_after_s` seconds counts as the first again.
     """
 
     def __init__(self, delays_s: Sequence[float], stable_after_s: float) -> None:

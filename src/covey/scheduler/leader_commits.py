@@ -1,8 +1,4 @@
-"""Journal commits of a scheduler during its term as leader.
-
-If there are standbys, `commit` raises `SteppedDown` when this scheduler has lost its lease or another leader has written the
-journal.
-"""
+"""Journal commits of a scheduler during its term as leader, and the exceptions that end the term."""
 
 from __future__ import annotations
 
@@ -72,7 +68,7 @@ class JournalCommits:
             return
 
     def rewrite_if_removed(self) -> None:
-        """Write a local journal again if its file was removed. No effect if there are standbys; errors are ignored."""
+        """Write a local journal again if its file was removed, unless there are standbys. Errors are ignored."""
         if isinstance(self._journal, Journal):
             with contextlib.suppress(StoreError):  # the next commit reports it
                 self._journal.rewrite_if_removed()

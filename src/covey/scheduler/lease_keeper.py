@@ -60,8 +60,8 @@ class LeaseKeeper:
         return record.where if record.holder else ""
 
     def leads(self, token: int) -> bool:
-        """Return whether this process still holds the lease that it acquired with `token`. Reads the clock directly, because
-        the event loop's time can be stale after a suspension."""
+        """Return whether this process still holds the lease that it acquired with `token`."""
+        # time.monotonic(), because the event loop's time can be stale after a suspension
         return self._candidate.token == token and self._candidate.is_leader(time.monotonic())
 
     async def wait_until_leader(self) -> int:
@@ -96,13 +96,12 @@ class LeaseKeeper:
         self._candidate.raise_token(token)
 
     async def record_cluster_end(self, code: int) -> None:
-        """Release the lease with a record that the cluster ended with `code`, and close the store. Standbys that read the
-        record exit too. If the store fails, the lease expires instead."""
+        """Release the lease with a record that the cluster ended with `code`, which lets standbys exit too, and close the
+        store."""
         await self._release_lease(over=True, code=code)
 
     async def hand_over_lease(self) -> None:
-        """Release the lease, so that a standby need not wait until it expires, and close the store. If the store fails, the
-        lease expires."""
+        """Release the lease, so that a standby need not wait until it expires, and close the store."""
         await self._release_lease()
 
     async def _release_lease(self, **fields: bool | int) -> None:
@@ -164,8 +163,8 @@ def has_holder_exited(holder: str) -> bool:
 
 
 def kill_predecessor(holder: str) -> bool:
-    """Kill the previous leader (SIGKILL) if it still runs on this host; return whether it did. It no longer has the lease, but
-    may hold the port or journal that its successor needs."""
+    """Kill the previous leader `holder` if it still runs on this host, because it may hold the port or journal that its
+    successor needs. Return whether it was running."""
     process = _parse_local_holder(holder)
     if process is None or process_start_time(process[0]) != process[1]:
         return False

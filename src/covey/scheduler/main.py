@@ -1,8 +1,5 @@
-"""Entry points of the scheduler process.
-
-An agent starts `main`; `covey.init()` calls `run_scheduler_and_exit` in a process whose role is MS_SCHED; TaskD's manager calls
-`run_scheduler`.
-"""
+"""Entry points of the scheduler process: `main` for a child of an agent, `run_scheduler_and_exit` for a script whose role is
+MS_SCHED."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ COMMIT_TIMEOUT_S: Final = 10.0  # how long a reply may wait for its effects to b
 
 
 class SchedulerInfo(msgspec.Struct, frozen=True):
-    """Name, addresses and log directory of a scheduler, for views and the registry."""
+    """Description of a scheduler for views and the registry."""
 
     address: str  # HOST:PORT of the cluster port
     host: str  # name of its host
@@ -215,7 +215,6 @@ class Scheduler:
         return self._check_active()
 
     def _check_active(self) -> None:
-        """Raise `StoreError` if this scheduler no longer processes events."""
         if not self._is_active:
             raise StoreError(
                 "this scheduler no longer leads: check at the leader whether the request took effect, and repeat it if not"
@@ -223,10 +222,8 @@ class Scheduler:
 
     async def report_host_gone(self, life: str, reason: str) -> None:
         """Declare a host instance permanently gone: its nodes are dead and are not admitted again. `life` is its
-        COVEY_HOST_LIFE, such as a pod's UID.
-
-        Returns when that is durable. Raises `StoreError` if it may be lost, or if this scheduler no longer leads.
-        """
+        COVEY_HOST_LIFE, such as a pod's UID. Returns when the declaration is durable. Raises `StoreError` if it may be lost, or
+        if this scheduler no longer leads."""
         self._check_active()
         self._step(HostGone(life, reason))
         await self._wait_until_committed()
@@ -261,7 +258,6 @@ class Scheduler:
 
     @property
     def event_log(self) -> EventLog:
-        """Event log of the cluster."""
         return self._event_stream.event_log
 
     def console_details(self) -> dict[str, Any]:
@@ -327,8 +323,7 @@ class Scheduler:
                     self._connections.direct_connections[number].send(LeaderHeartbeat())
 
     def _step(self, event: SchedulerEvent) -> list[SchedulerEffect]:
-        """Let the machine handle an event, queue its effects and return them. Return [] if events are no longer processed. An
-        exception of the machine ends the scheduler and is raised."""
+        """Let the machine handle an event, queue its effects and return them; [] if events are no longer processed."""
         if not self._is_active:
             return []
         loop = asyncio.get_running_loop()
@@ -346,8 +341,7 @@ class Scheduler:
 
     @property
     def _is_active(self) -> bool:
-        """Whether events are processed; False after `run` has failed or was cancelled. It then closes the connections itself,
-        and their loss is not a failure of nodes."""
+        """Whether events are processed; False after `run` has failed or was cancelled."""
         ended = self._ended
         return ended is None or not ended.done() or (not ended.cancelled() and ended.exception() is None)
 
@@ -359,7 +353,7 @@ class Scheduler:
     # -- effects -----------------------------------------------------------------------------------------------------
 
     async def _apply_pending_effects(self) -> None:
-        """Commit the records of the queued effects, then carry out these effects in order; repeat until the queue is empty."""
+        """Commit the records of the queued effects, then carry out those effects in order; repeat until the queue is empty."""
         try:
             while self._pending_effects:
                 turn = list(self._pending_effects)
@@ -376,7 +370,6 @@ class Scheduler:
             self._effects_task = None
 
     def _notify_on_change(self) -> None:
-        """Send the view to its subscribers if phase or generation changed."""
         state = (self.machine.cluster.phase, self.machine.cluster.generation)
         if state != self._notified_state:
             self._notified_state = state
@@ -412,8 +405,7 @@ class Scheduler:
             self._end_notified = self._connections.filter_open(self._end_notified)
 
     async def _record_end_delivered(self) -> None:
-        """Record in the journal, if there is one, that a restarted scheduler need not deliver the end again. A failed write is
-        logged."""
+        """Record in the journal, if there is one, that a restarted scheduler need not deliver the end again."""
         record = self.machine.cluster.record()
         if self._journal is None or record.ended is None:
             return
@@ -428,12 +420,8 @@ class Scheduler:
         `MindSporeDetected` to the machine.
 
         Any process that reaches the port can send such bytes. They therefore count only if a worker on this host, or a
-        descendant of it, holds the other end: only the run itself, or a user who could kill it, can cause that. Workers on
-        other hosts cannot be checked from here.
-
-        At most one lookup runs at a time, in a thread, and at most one starts per `OWNER_LOOKUP_INTERVAL_S`; other connections
-        are not checked. A copy of the descriptor keeps the connection open during the lookup, because the client closes its end
-        when this side does.
+        descendant of it, holds the other end: only the run itself, or a user who could kill it, can cause that. At most one
+        lookup runs at a time, and at most one starts per `OWNER_LOOKUP_INTERVAL_S`; other connections are not checked.
         """
         now = time.monotonic()
         busy = self._owner_lookup is not None and not self._owner_lookup.done()
@@ -450,13 +438,13 @@ class Scheduler:
         }
         self._owner_looked_up_at = now
         client, server = (connection.peer_address, connection.peer_port), (connection.local_address(), connection.local_port())
-        held = os.dup(connection.fileno())
+        held = os.dup(connection.fileno())  # keeps the connection open: the client would close its end too
         self._owner_lookup = asyncio.get_running_loop().create_task(self._look_up_owner(client, server, workers))
         self._owner_lookup.add_done_callback(lambda _: os.close(held))
 
     async def _look_up_owner(self, client: tuple[str, int], server: tuple[str, int], workers: dict[int, str]) -> None:
-        """Pass `MindSporeDetected` to the machine if one of these workers (names by pid), or a descendant of one, holds the
-        client's end of the connection. An error is logged."""
+        """Pass `MindSporeDetected` to the machine if one of `workers` (names by pid), or a descendant of one, holds the
+        client's end of the connection."""
         try:
             pid = await asyncio.to_thread(linux.find_connection_owner, client, server, workers)
         except OSError as error:

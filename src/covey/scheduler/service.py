@@ -51,7 +51,7 @@ PORT_RELEASE_TIMEOUT_S = 10.0  # limit for the kernel to release the port of a k
 
 class SchedulerService:
     """Construction and run of a scheduler, once per term if there are standbys. `sockets` are bound already; None: bind them
-    when needed. `handoff` has the parameters of the process that started this one; None: none."""
+    when needed. `handoff` has the parameters that the parent process passed; None: it passed none."""
 
     def __init__(self, loaded: LoadedSettings, sockets: ListeningSockets | None, handoff: SchedulerHandoff | None) -> None:
         settings = loaded.settings
@@ -152,7 +152,6 @@ class SchedulerService:
             await asyncio.sleep(0.1)
 
     def _bind_management_port(self) -> list[socket.socket]:
-        """Bind the REST port, or a free one if it is in use on 127.0.0.1; return [] if REST is off."""
         return bind_management_port(self._settings.manage_port, self._find_own_host(), strict=False)
 
     def _find_own_host(self) -> str:
@@ -160,14 +159,13 @@ class SchedulerService:
         return next((host for host in hosts if address.is_local(host)), hosts[0])
 
     def _join_addresses(self) -> str:
-        """Return the addresses of all schedulers of this cluster, sorted and joined. They identify the cluster in the lease."""
+        """Return the addresses of the schedulers of this cluster, which identify the cluster in the lease."""
         if self._sockets is not None and "," not in self._settings.sched_host:
             return self._sockets.address
         addresses = address.split_list(self._settings.sched_host, self._settings.sched_port)
         return ",".join(sorted(address.join_host_port(host, port) for host, port in addresses))
 
     def _management_url(self, management_sockets: list[socket.socket]) -> str:
-        """Return the URL of this scheduler's REST port; "" if it has none."""
         if not management_sockets:
             return ""
         scheme = "https" if self._settings.tls_config else "http"
@@ -259,8 +257,6 @@ class SchedulerService:
                 entry.unlink(missing_ok=True)
 
     def _register_cluster(self, scheduler: Scheduler, sockets: ListeningSockets, auth: credentials.Credentials) -> Path:
-        """Add the cluster to the registry, in which commands on this host find it; return the path of the entry. Raises
-        `StoreError` if it cannot be written."""
         return cluster_registry.register_cluster(
             cluster_registry.RegistryEntry(
                 cluster_id=scheduler.cluster_id,
@@ -279,8 +275,7 @@ class SchedulerService:
 
 
 def _open_kubernetes_store(name: str) -> CasStore:
-    """Open the store `kubernetes://NAME`. The import is here because only such a scheduler needs the Kubernetes client."""
-    from covey.kubernetes.cas_store import KubernetesCasStore
+    from covey.kubernetes.cas_store import KubernetesCasStore  # here, because other schedulers do not need the client
 
     return KubernetesCasStore.from_name(name)
 
@@ -348,5 +343,5 @@ def _make_standby_app(lease_keeper: LeaseKeeper) -> Any:
 
 
 def _duplicate_sockets(sockets: list[socket.socket]) -> list[socket.socket]:
-    """Return duplicates of the sockets. They can be closed at the end of a term while the originals stay open."""
+    """Return duplicates, which can be closed at the end of a term while the originals stay open."""
     return [sock.dup() for sock in sockets]

@@ -1,8 +1,7 @@
 """The journal of a scheduler whose successor may be on another host: one compare-and-swap value with all records.
 
-The successor reads the leader's records, because the members do not know them: for example, which members died together with
-the scheduler, or how many restarts are left. A commit writes the whole value, so this suits clusters of up to some thousand
-nodes. The value has the last `EVENTS_MAX` events.
+The successor needs records that the members do not know, for example how many restarts are left. A commit writes the whole
+value, so this suits clusters of up to some thousand nodes. The value has the last `EVENTS_MAX` events.
 """
 
 from __future__ import annotations
@@ -24,15 +23,11 @@ JOURNAL_KEY: Final = "journal"
 EVENTS_MAX: Final = 200
 
 
-class _Header(msgspec.Struct):
-    """The format of the stored value, decoded first because the other fields depend on it."""
-
+class _Header(msgspec.Struct):  # decoded first, because the other fields depend on the format
     format: int = 1  # the first format had no such field
 
 
 class _JournalContents(msgspec.Struct):
-    """The stored value; it is encoded as msgpack and compressed with zlib."""
-
     token: int  # fencing token of the leader that wrote it last
     records: dict[str, Record]  # by `record_key`
     story: list[EventRow]  # the event log, oldest first
@@ -72,8 +67,8 @@ class CasJournal:
         self._version = version
 
     async def _resolve_conflict(self) -> int:
-        """Write again after a version conflict and return the new version. The cause may be a write of this leader whose reply
-        was lost. Raises `FencedError` if the stored token is another leader's, and `StoreError` if the store fails."""
+        """Write again after a version conflict, because the cause may be a write of this leader whose reply was lost; return
+        the new version. Raises `FencedError` if the stored token is another leader's."""
         value, version = await self._store.get(JOURNAL_KEY)
         stored = _decode_contents(value)
         if stored.token != self._contents.token:
@@ -96,9 +91,10 @@ async def open_cas_journal(
 ) -> CasJournal:
     """Write the leader's `token` into the journal, so that earlier leaders cannot write any more, and return the journal.
 
-    A missing journal is created. If a new cluster may replace the recorded one (`may_start_new_cluster`), all records and
-    events are removed; else the journal must be of this job (`check_job`). Raises `FencedError` if the journal has a higher
-    token or another leader writes it meanwhile, and `StoreError` if the store fails or the journal is not usable.
+    A missing journal is created. `follows`: another scheduler led before. If a new cluster may replace the recorded one
+    (`may_start_new_cluster`), all records and events are removed; else the journal must be of this job (`check_job`). Raises
+    `FencedError` if the journal has a higher token or another leader writes it meanwhile, and `StoreError` if the store fails
+    or the journal is not usable.
     """
     value, version = await store.get(JOURNAL_KEY)
     contents = _decode_contents(value) if value else _JournalContents(0, {}, [], FORMAT)

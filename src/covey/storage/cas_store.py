@@ -32,14 +32,15 @@ class CasStore(Protocol):
         """Return a value and its version; b"" and 0 if it is missing."""
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        """Write a value if its stored version is `version` (0: missing). Return the new version; None if the stored differs."""
+        """Write a value if its stored version is `version` (0: missing). Return the new version, or None if the stored version
+        differs."""
 
     async def close(self) -> None: ...
 
 
 class FileCasStore:
-    """Values in the files of a directory, which is created if missing. A write creates the file of the next version, unless
-    another writer was first. There is no lock that a stopped process could hold."""
+    """Values in the files of a directory, which is created if missing. A write creates the file of the next version and fails
+    if another writer has created it. No lock is used, because a stopped process could keep it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -74,7 +75,7 @@ class FileCasStore:
         """Do nothing: no resource is held between calls."""
 
     def _claim_version(self, draft: Path, key: str, version: int) -> bool:
-        """Link the draft as version + 1 and remove older versions. Return False if the newest version is not `version`."""
+        """Link the draft as version + 1 and remove older versions. Return False if another writer was first."""
         if self._newest_version(key) != version:
             return False
         new_path = self._version_path(key, version + 1)
@@ -104,7 +105,7 @@ class FileCasStore:
 
 
 class EtcdCasStore:
-    """Values as keys PREFIX/KEY of etcd, of at most `ETCD_VALUE_MAX` bytes."""
+    """Values at the keys PREFIX/KEY of etcd, each of at most `ETCD_VALUE_MAX` bytes."""
 
     def __init__(self, url: str, prefix: str) -> None:
         import httpx2  # imported here: a slow import that only this store needs
@@ -152,7 +153,7 @@ class EtcdCasStore:
         return decoded
 
     def _check_revision(self, revision: int, revision_before: int) -> None:
-        """Record the revision of a reply. Raise `StoreError`, for this and later replies, if it is lower than before the
+        """Raise `StoreError`, for this and all later replies, if the revision of a reply is lower than one received before the
         request: etcd was then wiped or restored from a backup."""
         if revision < revision_before and not self._data_loss_reason:
             self._data_loss_reason = (

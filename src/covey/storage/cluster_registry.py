@@ -1,6 +1,6 @@
 """Registry of the user's running clusters on this host, in which commands such as `covey status` find them.
 
-There is one small file per scheduler. Only its owner can read it, because it contains the join secret and the REST token.
+There is one small file per scheduler. Its mode is 600, because it contains the join secret and the REST token.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class RegistryEntry(msgspec.Struct, frozen=True):
 
 def registry_folder(*, make: bool) -> Path:
     """Return the directory of the entries: `covey` in XDG_RUNTIME_DIR if that is a directory, else covey-UID in the temporary
-    directory. With `make` it is created; without, it may not exist. Raises `StoreError` if it cannot be created or belongs to
-    another user."""
+    directory. Without `make` it may not exist. Raises `StoreError` if it cannot be created or belongs to another user."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     try:
         path = Path(base) / "covey" if base and Path(base).is_dir() else Path(tempfile.gettempdir()) / f"covey-{os.getuid()}"
@@ -51,7 +50,7 @@ def registry_folder(*, make: bool) -> Path:
 
 
 def register_cluster(entry: RegistryEntry) -> Path:
-    """Remove the entries of other schedulers with the same cluster id, write this one atomically and return its path.
+    """Remove the entries of other schedulers with the same cluster id, write `entry` atomically and return its path.
 
     Raises `StoreError` if the directory is not usable or the entry cannot be written.
     """
@@ -91,7 +90,8 @@ def running_clusters() -> list[RegistryEntry]:
 
 
 def process_start_time(pid: int) -> float:
-    """Return the start time of a process in seconds since 1970; 0 if it has exited, is a zombie or cannot be inspected."""
+    """Return the start time of a process in seconds since 1970; 0 if the process has exited, is a zombie or cannot be
+    inspected."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return process.create_time() if process.status() != psutil.STATUS_ZOMBIE else 0.0

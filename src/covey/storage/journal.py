@@ -47,7 +47,7 @@ class FencedError(StoreError):
 
 class Journal:
     """An open journal, made by `open_journal`. It holds the lock until it is closed. If it has a fencing token, commits fail
-    while a higher one is stored."""
+    while a higher token is stored."""
 
     def __init__(self, path: Path, lock: int, database: sqlite3.Connection) -> None:
         self.path = path
@@ -57,7 +57,7 @@ class Journal:
         self._pending_events: list[EventRow] = []
 
     def claim_token(self, token: int) -> None:
-        """Store the leader's token, so that earlier leaders cannot write any more. Raises `FencedError` if a higher one is
+        """Store the leader's token, so that earlier leaders cannot write any more. Raises `FencedError` if a higher token is
         stored, and `StoreError` if the journal cannot be written."""
         self._token = token
         self.commit()
@@ -70,7 +70,7 @@ class Journal:
             raise _damaged_error(self.path, error) from None
 
     def append_event(self, event: Event) -> None:
-        """Add an event to those that the next commit writes; drop it if there are `EVENTS_MAX` already."""
+        """Add an event to those that the next commit writes; drop it if there are already `EVENTS_MAX` of them."""
         if len(self._pending_events) < EVENTS_MAX:
             self._pending_events.append(event_row(event))
 
@@ -78,7 +78,8 @@ class Journal:
         """Write the journal again if its file was removed, for example by a cleaner of temporary files.
 
         Does nothing if a token was claimed, because another scheduler may have replaced the journal. Raises `StoreError` if the
-        journal cannot be written or its lock file is locked. This process holds that lock if the lock file was not removed too.
+        journal cannot be written or its lock file is locked, by another scheduler or, unless the lock file was removed too, by
+        this one.
         """
         if self._token or self.path.exists():
             return
@@ -130,7 +131,7 @@ class Journal:
 
     def _check_token(self) -> None:
         """Raise `FencedError`, after a rollback, if a higher token is stored; replace a lower one by this journal's. Must be
-        called in a write transaction. Does nothing without a token."""
+        called in a write transaction."""
         if not self._token:
             return
         newest = self._database.execute("pragma application_id").fetchone()[0]
@@ -199,8 +200,8 @@ def open_journal(
 
 
 def may_start_new_cluster(cluster: ClusterRecord, *, follows: bool) -> bool:
-    """Return whether a new cluster may replace the recorded one: it has ended, and its outcome need not be sent any more. False
-    if the scheduler `follows` another leader, whose cluster it must then end."""
+    """Return whether the recorded cluster has ended and its outcome need not be sent any more. False if this scheduler
+    `follows` another leader, because it must then end that leader's cluster."""
     return cluster.phase is Phase.ENDED and not follows and (cluster.ended is None or cluster.ended.told)
 
 
@@ -225,7 +226,7 @@ def check_job(cluster: ClusterRecord, where: str, *, job: str, worker_num: int, 
 def has_resumable_journal(folder: Path, job: str) -> bool:
     """Return whether the directory has a journal of this job whose cluster has not ended. The journal is not changed.
 
-    True also if its writer was killed during a commit, because it cannot be read then; False if it is damaged.
+    Return True if the journal cannot be read because its writer was killed during a commit, and False if it is damaged.
     """
     path = folder / "scheduler.journal"
     try:
@@ -251,10 +252,9 @@ def record_key(record: Record) -> str:
 
 
 def _acquire_lock(path: Path, *, shared: bool) -> int:
-    """Lock the file scheduler.lock beside the journal and return its descriptor; the kernel releases the lock at process exit.
+    """Lock the file scheduler.lock beside the journal and return its descriptor.
 
-    Schedulers with standbys share the lock, because a stopped leader must not block its successor; the fencing token protects
-    the journal. Raises `StoreError` if the file cannot be locked, and `OSError` if it cannot be opened.
+    Schedulers with standbys share the lock, because a stopped leader must not block its successor.
     """
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -292,9 +292,8 @@ def _open_database(path: Path) -> sqlite3.Connection:
 
 
 def _check_journal(path: Path) -> None:
-    """Check a journal without changing it. If its writer was killed during a commit, check a copy, because SQLite must roll
-    that commit back first. Raises `StoreError` if the journal is damaged or has another format, and `sqlite3.Error` if SQLite
-    cannot read it."""
+    """Check a journal without changing it. If its writer was killed during a commit, check a copy, because SQLite must first
+    roll that commit back."""
     try:
         _check_database(path, "ro")
     except sqlite3.OperationalError as error:

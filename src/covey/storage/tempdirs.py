@@ -1,6 +1,6 @@
 """Temporary directories of `covey run` and of agents, and the removal of those that killed processes have left behind.
 
-A lock on a file in the directory shows that it is in use; the kernel releases the lock when the process exits.
+A lock on a file in a directory shows that the directory is in use; the kernel releases the lock when the process exits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TempDirectory:
 
     @property
     def exists(self) -> bool:
-        """Whether the directory still exists; a cleaner of temporary files may have removed it."""
+        """Whether the directory exists; a cleaner of temporary files may have removed it."""
         return Path(self.name).exists()
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ def _remove_folder(name: str, lock: int) -> None:
 
 
 def remove_abandoned_folders() -> None:
-    """Remove the directories that killed processes of this user have left behind. Those that cannot be removed stay."""
+    """Remove the directories that killed processes of this user have left behind; skip those that cannot be removed."""
     for path in Path(tempfile.gettempdir()).glob(f"covey-*/{LOCK_FILE}"):
         with contextlib.suppress(OSError):  # removed by another run, in use, or another user's
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)

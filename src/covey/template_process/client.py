@@ -169,7 +169,6 @@ class TemplateClient:
 
     @property
     def pid(self) -> int:
-        """Pid of the running template, ready or still importing; 0 if there is none."""
         return 0 if self._template is None or self._template.exited.done() else self._template.pid
 
     async def fork(self, spec: protocol.ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline] | None:
@@ -206,8 +205,9 @@ class TemplateClient:
             raise CoveyError(f"cannot fork {name}: {reason}")
 
     async def preload(self, names: Sequence[str]) -> None:
-        """Wait until the template is ready and let it import these modules; later templates import them too. A module that
-        cannot be imported, or that prevents forks, is left out. Raises `UsageError` above `MODULES_MAX` modules."""
+        """Wait until the template is ready and let it import the modules `names`; later templates import them too. A module
+        that cannot be imported, or that prevents forks, is left out. Raises `UsageError` above `MODULES_MAX` modules in
+        total."""
         new = [name for name in dict.fromkeys(names) if name not in self._modules]
         if len(self._modules) + len(new) > MODULES_MAX:
             raise UsageError(f"the template imports at most {MODULES_MAX} modules: leave out some of {', '.join(new)}")

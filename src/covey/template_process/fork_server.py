@@ -49,7 +49,8 @@ THREAD_END_S = 0.5  # a joined thread may be visible in /proc a little longer
 
 
 def main(fd: int, parent: int) -> None:
-    """Run the template until the agent closes the socket `fd` or the process `parent` exits. In a child, run its code."""
+    """Run the template until the agent closes the socket `fd` or the process `parent` exits. In a forked child, run the child's
+    code."""
     linux.die_with_parent(parent)
     linux.set_process_title(["covey: template"])
     atexit.register(child_bootstrap.skip_module_teardown)  # registered first, so it runs last
@@ -82,8 +83,8 @@ def serve(agent: socket.socket) -> ChildSpec | None:
 
 
 def import_modules(names: Sequence[str]) -> Imported:
-    """Import these modules; stop at the first that leaves a thread or a process behind. Return that one, and the modules that
-    raised, with reasons. Raises `KeyboardInterrupt` and `MemoryError`."""
+    """Import the modules in order, until one leaves a thread or a process behind. Return that module, if any, and the modules
+    that raised, with reasons. Raises `KeyboardInterrupt` and `MemoryError`."""
     failed: dict[str, str] = {}
     for name in names:
         try:
@@ -100,7 +101,7 @@ def import_modules(names: Sequence[str]) -> Imported:
 
 
 def fork_blocker() -> str:
-    """Return why this process cannot be forked safely, because of other threads or children; "" if it can. Waits up to
+    """Return why this process cannot be forked safely (it has other threads or children); "" if it can. Waits up to
     `THREAD_END_S` for other threads to end."""
     deadline = time.monotonic() + THREAD_END_S
     while (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
@@ -182,7 +183,6 @@ def _finish_double_fork(
 
 
 def _set_up_child(lifeline_fd: int, outputs: Sequence[int]) -> None:
-    """Set up session, lifeline and outputs of the child, before its pid is reported to the agent."""
     os.setsid()
     lifeline.bind_to_agent(lifeline_fd)
     os.dup2(outputs[0], 1)

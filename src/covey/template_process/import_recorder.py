@@ -1,7 +1,7 @@
 """Recording of the modules that a child imports, so that the template can import them for later children.
 
-A finder that finds nothing records the name of each module that is not imported yet. Only installed modules are used, because
-an import of the program's own modules would run the program.
+A finder that finds nothing records the name of each module that is not imported yet. The template imports only those of Python
+and of installed packages, because an import of the program's own modules would run the program.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def read_recorded_imports(path: Path) -> list[str]:
 
 
 def _is_installed(top: str) -> bool:
-    """Return whether a top-level module is part of Python or of an installed package."""
     spec = importlib.util.find_spec(top) if top.isidentifier() else None
     if spec is None or top == "__main__":
         return False

@@ -81,8 +81,8 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):
-    """Result of an import. `blocking_module` left a thread or process behind, which prevents forks; the modules after it were
-    not imported. It is "" if there is none."""
+    """Result of an import. `blocking_module` left a thread or process behind, which prevents forks, and the modules after it
+    were not imported; "" if there is no such module."""
 
     failed: dict[ModuleName, Reason] = {}  # modules that raised
     blocking_module: ModuleName = ""

@@ -1,7 +1,7 @@
 """Stand-in for torch's DistributedDataParallel.
 
-`covey.Loop` averages the gradients, so this class only provides torch's interface: `.module`, `no_sync()`, and a state dict
-whose keys begin with "module.".
+`covey.Loop` averages the gradients; this class provides torch's interface: `.module`, `no_sync()`, and a state dict whose keys
+begin with "module.".
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ REQUIRED_OPTIONS: Final = {"device_ids": None, "output_device": None, "dim": 0, 
 class DistributedDataParallel(nn.Module):  # type: ignore[misc]
     """Wrapper of a module whose gradients a `covey.Loop` averages over all ranks.
 
-    `options` are those of torch's class, but only as `IGNORED_OPTIONS` and `REQUIRED_OPTIONS` allow; others raise `UsageError`.
-    So does a forward pass in training mode, with gradients enabled, before a loop was created with this module.
+    `options` are torch's, restricted by `IGNORED_OPTIONS` and `REQUIRED_OPTIONS`; any other option or value raises
+    `UsageError`. A forward pass in training mode, with gradients enabled, raises `UsageError` until a loop was created with
+    this module.
     """
 
     def __init__(self, module: Any, **options: Any) -> None:
@@ -46,7 +47,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         self._loop: Any = None
 
     def attach_loop(self, loop: Any) -> None:
-        """Record the loop that averages the gradients. The loop calls this."""
+        """Record the loop that averages the gradients."""
         self._loop = loop
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -61,7 +62,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
     def no_sync(self) -> Iterator[None]:
         """Raise `UsageError` in the last micro-batch of a step (`loop.boundary`), otherwise do nothing.
 
-        Gradients are averaged only in that micro-batch, so there is nothing to skip in the others.
+        Gradients are averaged only in the last micro-batch, so there is nothing to skip in the others.
         """
         if self._loop is not None and self._loop.boundary:
             raise UsageError(

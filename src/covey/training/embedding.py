@@ -20,7 +20,7 @@ INIT_KINDS: Final = ("normal", "uniform", "zeros")
 
 
 class RowSource(Protocol):
-    """Source of the values of rows: the loop's `ServedParameters`, which pulls them from the servers."""
+    """Interface by which a table gets the values of its rows; implemented by `ServedParameters`."""
 
     def fetch_rows(self, table: Embedding, numbers: Array) -> Array: ...
 
@@ -69,23 +69,21 @@ class Embedding(Module):  # type: ignore[misc]
 
     @property
     def is_attached(self) -> bool:
-        """Whether a loop was created with this table."""
         return self._row_source is not None
 
     def attach_to_loop(self, source: RowSource) -> None:
-        """Set the source of rows. The loop calls this."""
+        """Set the source from which `forward` gets the rows."""
         self._row_source = source
 
     def take_next_rows(self) -> Array | None:
-        """Return the row numbers given to `prefetch` last, and forget them; None if there are none."""
+        """Return the row numbers given to the last `prefetch`, and forget them; None if there are none."""
         rows, self._next_rows = self._next_rows, None
         return rows
 
     def take_used_rows(self) -> list[tuple[Array, Any]]:
-        """Return the row numbers of each forward pass since the last call, with the tensor of their values, and forget them.
+        """Return the row numbers and the tensor of row values of each forward pass since the last call, and forget them.
 
-        The tensor's `grad` is the gradient of the rows; None if no backward pass used it. Forward passes without autograd are
-        not included.
+        The tensor's `grad` is None if no backward pass used the tensor. Forward passes without autograd are not included.
         """
         rows, self._used_rows = self._used_rows, []
         return rows
@@ -102,10 +100,10 @@ class Embedding(Module):  # type: ignore[misc]
         return torch.nn.functional.embedding(indices, values)
 
     def prefetch(self, ids: Any) -> None:
-        """Name the rows that the next step will use. The loop requests them when this step's push is complete.
+        """Name the rows that the next step will use, so that the loop requests them when this step's push is complete.
 
-        Call it before the optimizer steps; a later call replaces an earlier one. Raise `UsageError` without a cache, for
-        ids that are not a tensor of integers, or for a row that does not exist.
+        Call it before the optimizer steps; a later call replaces an earlier one. Raise `UsageError` without a cache, for ids
+        that are not a tensor of integers, or for a row that does not exist.
         """
         if self.vocab_cache_size == 0:
             raise UsageError("prefetch needs a cache: create the Embedding with a vocab_cache_size above 0")
@@ -120,7 +118,6 @@ class Embedding(Module):  # type: ignore[misc]
 
 
 def _row_numbers(ids: Any) -> Array:
-    """Return the ids as a flat int64 array. Raise `UsageError` unless they are a tensor of integers."""
     check_type("Embedding", "ids", ids, torch.Tensor)
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
         raise UsageError(f"Embedding ids of {ids.dtype} are invalid: expected integers; convert them with .long()")

@@ -1,16 +1,10 @@
 """Averaging of gradients over all ranks, overlapped with the backward pass.
 
-Each backward pass in the last micro-batch of a step is reduced. Gradients are grouped into buckets. The order in which they
-become ready does not change the buckets, because the bits of a sum depend on an element's position. A hook counts the finished
-gradients. When a bucket is complete, its gradients are scaled by this rank's share of the samples and copied into a flat
-buffer, which is reduced over all ranks. Buckets are issued in the same order on all ranks.
-
-At the end of the backward pass autograd calls `_on_backward_end`, which waits for the buckets and copies the results into
-`.grad`. Local gradients are unchanged until then, so a reduction that a failure interrupted can be repeated. The result stays
-cached, unaffected by gradient clipping, for a rank that missed it.
-
-Model buffers (batch norm's statistics) are sent in the last all_reduce: rank 0 sends its values, all other ranks send zeros.
-Parameters on parameter servers are not reduced here.
+Gradients are grouped into buckets that do not depend on when gradients become ready, because the bits of a sum depend on an
+element's position. In the backward pass of a step's last micro-batch, the gradients of a complete bucket are scaled by this
+rank's share of the samples, copied into a flat buffer and summed over all ranks. At the end of the pass the sums are copied
+into `.grad`; until then local gradients are unchanged, so an interrupted reduction can be repeated. Model buffers (batch norm's
+statistics) get rank 0's values in the last all_reduce. Parameters on parameter servers are not reduced here.
 """
 
 from __future__ import annotations
@@ -33,8 +27,8 @@ SERVED_ATTRIBUTE: Final = "covey_served"  # marks a parameter whose gradients go
 class Bucket:
     """Parameters whose gradients are reduced together, and their offsets in the flat buffer, in elements.
 
-    The gradients are followed by one flag per parameter: before the reduction 1 if this rank has a gradient, else 0; after it
-    non-zero if any rank has one.
+    In the flat buffer the gradients are followed by one flag per parameter: before the reduction 1 if this rank has a gradient,
+    else 0; after it non-zero if any rank has one.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
@@ -63,7 +57,7 @@ class Bucket:
         return torch_module().empty(self._flags_start + len(self.parameters), dtype=first.dtype, device=first.device)
 
     def copy_gradients_in(self, flat: Any, parts: list[Any], scale: float) -> None:
-        """Copy this rank's gradients into `flat`, multiplied by `scale`; write zeros and a zero flag for a missing one.
+        """Copy this rank's gradients into `flat`, multiplied by `scale`; a missing gradient becomes zeros and a zero flag.
 
         `parts` are the `gradient_views` of `flat`. Raise `UsageError` for a sparse gradient.
         """
@@ -83,9 +77,9 @@ class Bucket:
                 torch.mul(parameter.grad, scale, out=part)
 
     def copy_gradients_out(self, flat: Any, parts: list[Any]) -> None:
-        """Copy the sums into `.grad`, which is created if only other ranks have a gradient of the parameter.
+        """Copy the sums from `flat` into `.grad`; `parts` are the `gradient_views` of `flat`.
 
-        If no rank has one, `.grad` stays None. `parts` are the `gradient_views` of `flat`.
+        A missing `.grad` is created if another rank has a gradient of the parameter, otherwise it stays None.
         """
         torch = torch_module()
         if any(parameter.grad is None for parameter in self.parameters):
@@ -97,7 +91,7 @@ class Bucket:
             torch._foreach_copy_(*(list(side) for side in zip(*pairs, strict=True)))
 
     def gradient_views(self, flat: Any) -> list[Any]:
-        """Return a view of `flat` for each parameter, in its shape."""
+        """Return for each parameter the part of `flat` that holds its gradient, as a view in the parameter's shape."""
         pairs = zip(self.parameters, self.offsets, strict=True)
         return [flat[offset : offset + parameter.numel()].view_as(parameter) for parameter, offset in pairs]
 
@@ -132,11 +126,11 @@ class SampleWeights(Protocol):
         """Return a tensor that identifies the participating members; it is cached with the result."""
 
     def on_reduction_complete(self, participants: Any) -> None:
-        """Record the members that took part in the completed reduction: the `participants_tensor` of the result."""
+        """Record the members that took part in the completed reduction; `participants` is its `participants_tensor`."""
 
 
 class GradientReducer:
-    """Gradient hooks of one model. `ends_step` returns whether the current micro-batch is the last of its step."""
+    """Gradient hooks of one model; `ends_step` returns whether the current micro-batch is the last of its step."""
 
     def __init__(
         self, model: Any, collectives: NumberedCollectives, *, weights: SampleWeights, ends_step: Callable[[], bool]
@@ -157,8 +151,7 @@ class GradientReducer:
         self._update_buckets()
 
     def _update_buckets(self) -> None:
-        """Rebuild the buckets if the list of trainable parameters changed (a script may freeze and unfreeze parameters), and
-        hook parameters that have no hook yet."""
+        """Rebuild the buckets if the list of trainable parameters changed: a script may freeze and unfreeze parameters."""
         trained = [p for p in self._parameters if p.requires_grad]
         if len(trained) == len(self._trainable) and all(p is q for p, q in zip(trained, self._trainable, strict=True)):
             return
@@ -172,14 +165,14 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
     def begin_step(self) -> None:
-        """Start a step. Its first reduction may reuse flat buffers of earlier steps."""
+        """Start a step, whose first reduction may reuse flat buffers of earlier steps."""
         self._first_of_step = True
         self._update_buckets()
 
     def begin_micro_batch(self) -> None:
         """If the last backward pass raised, discard its reduction, report the failure and block until a new generation starts.
 
-        The other ranks may already wait in that reduction; the new generation makes them repeat it.
+        Other ranks that already wait in the discarded reduction repeat it in the new generation.
         """
         if self._reduction is not None:
             self._reduction = None
@@ -204,7 +197,7 @@ class GradientReducer:
             self._collectives.issue_ahead(self._reduction.issue_full_buckets)
 
     def _on_backward_end(self) -> None:
-        """Complete the reduction. Autograd calls this before `backward()` returns."""
+        """Complete the reduction; autograd calls this before `backward()` returns."""
         reduction, self._reduction = self._reduction, None
         assert reduction is not None
         try:
@@ -238,7 +231,7 @@ class GradientReduction:
         self._works: list[Work] = []
 
     def issue_full_buckets(self, group: Group) -> None:
-        """Issue buckets in order, up to the first that is not full. Called during the backward pass."""
+        """Issue buckets in order, up to the first that is not full."""
         self._reset_for_group(group)
         while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].is_full:
             self._issue_next_bucket(group)
@@ -263,7 +256,7 @@ class GradientReduction:
     def complete(self, results: list[Any]) -> None:
         """Copy the results into the gradients and model buffers, and record the participants.
 
-        The results are copied because the cached ones must survive gradient clipping and unscaling.
+        The results are copied because gradient clipping and unscaling must not change the cached ones.
         """
         if results is not self._results:  # received from another rank; the aborted group may still write to local buffers
             self.filled_buffers = {}
@@ -297,10 +290,8 @@ class GradientReduction:
         self._works.append(group.all_reduce(flat, ReduceOp.SUM))
 
     def _pack_buffers(self, rank: int) -> list[Any]:
-        """Return the model buffers as one tensor of bytes, in a list; zeros on all ranks but rank 0.
-
-        The sum over all ranks is therefore rank 0's, bit for bit and for any dtype.
-        """
+        """Return a list of one byte tensor: rank 0's model buffers, on other ranks zeros, so that the sum is exact for any
+        dtype."""
         torch = torch_module()
         flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._model_buffers])
         return [flat if rank == 0 else torch.zeros_like(flat)]

@@ -10,7 +10,7 @@ from covey.errors import UsageError
 
 @functools.cache
 def torch_module() -> Any:
-    """Return torch, with `torch.distributed` imported. Raise `UsageError` if the import fails (torch is not installed)."""
+    """Return torch, with `torch.distributed` imported; raise `UsageError` if an import fails."""
     try:
         import torch
         import torch.distributed

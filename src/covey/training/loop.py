@@ -1,4 +1,4 @@
-"""The training loop: iterates over micro-batches, step by step, and heals failures within a step.
+"""Training loop over micro-batches, which heals failures within a step.
 
     loop = covey.Loop(model, optimizer, covey.Data(dataset, batch_size=32), epochs=3, schedulers=[schedule])
     for images, labels in loop:
@@ -7,14 +7,11 @@
         optimizer.step()
         schedule.step()
 
-A step is everything between two step boundaries, such as forward, backward, optimizer and evaluation. The loop seeds the
-random generators for each micro-batch, numbers the collectives of a step, and commits the step at its end.
+A step is everything from one step boundary to the next: forward, backward, optimizer and, for example, evaluation. The loop
+seeds the random generators for each micro-batch, numbers the collectives of a step, and commits the step at its end.
 
 A replacement runs the script from the start. Its loop receives a state from another rank, the donor, and runs the donor's step
-again. Collectives that the other ranks have completed return cached results. If the donor has not run the step's optimizer, the
-state is that of the step boundary. Otherwise the replacement runs the step with `replaying` true. After its own optimizer it
-loads the state that the donor had after its optimizer. Before its first collective without a cached result, or at the end of
-the step, it loads the complete received state.
+again; collectives that the donor has completed return cached results. `state_manager` describes which state is loaded when.
 """
 
 from __future__ import annotations
@@ -119,7 +116,6 @@ class Loop:
         self._begin_training(known)
 
     def _register_parts(self, schedulers: Sequence[Any], scaler: Any) -> None:
-        """Register the state of the schedulers, and of stream and gradient scaler if there are any."""
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
         if (stream := self._cursor.stream) is not None:
@@ -128,10 +124,6 @@ class Loop:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
 
     def _begin_training(self, known: ReceiverTensors) -> None:
-        """Take the initial state and determine the first step.
-
-        Raise `UsageError` if this process already has a loop with collectives.
-        """
         if self._collectives is not None:
             if self._collectives.has_loop:
                 raise UsageError("a script has a second Loop, which cannot be healed: use one Loop, or a second script")
@@ -150,10 +142,10 @@ class Loop:
             self._group.node_interface.report_progress(Progress(self.step, "train", first_step=self._first_step))
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        """Add a value to the state that replacements and checkpoints receive, by a getter and a setter.
+        """Add a value to the training state, by a getter and a setter.
 
-        The value consists of plain data and tensors. If the received or loaded state already has one of this name, it is passed
-        to `put` immediately. Raise `UsageError` if the name is taken, or `get` or `put` is not callable.
+        The value must consist of plain data and tensors. If a received or loaded state already has a value of this name, that
+        value is passed to `put` immediately. Raise `UsageError` if the name is taken, or `get` or `put` is not callable.
         """
         self._state.register(name, get, put)
 
@@ -168,7 +160,7 @@ class Loop:
     def replaying(self) -> bool:
         """Whether this rank is a replacement that repeats a step whose optimizer its donor has already run.
 
-        It becomes false before the first collective without a cached result, at the latest at the end of the step.
+        `replaying` becomes false before the first collective without a cached result, at the latest at the end of the step.
         """
         return self._state_manager.replaying
 
@@ -186,7 +178,8 @@ class Loop:
     def steps(self) -> int:
         """Number of steps of this training.
 
-        It grows by an extra step if ranks leave in the last step of an epoch or of the training and samples remain unused.
+        The number grows by an extra step if ranks leave in the last step of an epoch or of the training and samples remain
+        unused.
         """
         return self._cursor.schedule_ahead.total_steps
 
@@ -202,7 +195,7 @@ class Loop:
 
     @property
     def step_of_epoch(self) -> int:
-        """Number of the current step within its epoch, from 0."""
+        """Number of the current step within its epoch, from 0; consecutive extra steps have the same number."""
         return self._cursor.schedule.locate_step(self.step)[1]
 
     @property
@@ -225,9 +218,9 @@ class Loop:
 
     @property
     def weight(self) -> float:
-        """Share of this micro-batch in this rank's samples of the step. Undefined outside the batches of an epoch.
+        """Share of this micro-batch in this rank's samples of the step; undefined outside the batches of an epoch.
 
-        Multiply the mean loss by it if a step has several micro-batches.
+        If a step has several micro-batches, multiply the mean loss by `weight`.
         """
         parts = self._cursor.micro_batches
         return len(parts[self.micro]) / sum(len(part) for part in parts)
@@ -240,10 +233,10 @@ class Loop:
     def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
         """Yield each epoch's number and an iterator of its micro-batches, from the current step on.
 
-        Code before the first batch belongs to the epoch's first step, code after the last batch to its last step; both are
-        healed with that step. A rank that resumes in the middle of an epoch also runs the code before the first batch. Its
-        changes to buffers, registered values and the optimizer's options are then undone. Raise `UsageError` if the next epoch
-        is requested before the batches of this one are exhausted.
+        Code before the first batch belongs to the epoch's first step, code after the last batch to the epoch's last step; both
+        are healed with that step. A rank that resumes in the middle of an epoch also runs the code before the first batch;
+        changes by this code to buffers, registered values and the optimizer's options are then undone. Raise `UsageError` if
+        the next epoch is requested before the batches of this one are exhausted.
         """
         self._cursor.discard_loader()
         self._state_manager.undo_script_changes()
@@ -268,7 +261,6 @@ class Loop:
         self._cursor.seed_outside(self.step)
 
     def _begin_epoch(self) -> None:
-        """Start an epoch, or continue it if this rank resumes in its middle."""
         first = self.step - self.step_of_epoch
         self._cursor.begin_step()
         self._cursor.discard_loader(keep_persistent=True)
@@ -309,11 +301,11 @@ class Loop:
 
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
-        """Repeat the step in place, from its first micro-batch, if the loop's body raises one of `kinds`.
+        """Repeat the step in place, from its first micro-batch, if the `with` block raises one of `kinds`.
 
-        The exception is raised if the state at the start of the step cannot be restored (for example because the optimizer has
-        run), if the step was already repeated `times` times, or if `retry` is not among the cluster's strategies. Raise
-        `UsageError` unless `kinds` are exception classes.
+        The exception is raised again if the state at the start of the step cannot be restored (for example because the
+        optimizer has run), if the step was already repeated `times` times, or if `retry` is not among the cluster's strategies.
+        Raise `UsageError` unless `kinds` are exception classes.
         """
         if not kinds or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
             raise UsageError("retry(...) is invalid: expected exception classes, as in loop.retry(ConnectionError)")
@@ -379,10 +371,9 @@ class Loop:
             context.hand_over_rank()
 
     def _before_optimizer_step(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Check the optimizer, run its closure, and push the gradients of served parameters. A hook of the optimizer.
+        """Hook before the optimizer's step: run a closure early if possible, and push the gradients of served parameters.
 
-        The closure runs here because the parameters are still unchanged; the returned arguments replace it by its result.
-        Return None to keep the arguments. Raise `UsageError` if the optimizer has new parameters that are not the model's.
+        Return arguments in which the closure's result replaces a closure that was run; None: keep the arguments.
         """
         if (count := sum(len(group["params"]) for group in optimizer.param_groups)) != self._optimized_count:
             loop_arguments.check_optimizer_parameters(optimizer, self._parameter_ids)

@@ -29,8 +29,10 @@ def check_numbers(*, epochs: Any, steps: Any, accumulate: Any, seed: Any) -> Non
 
 
 def as_covey_data(data: Any) -> Data:
-    """Return `data` as a `covey.Data`; convert a torch DataLoader. Raise `UsageError` for any other type, or a DataLoader that
-    cannot be converted."""
+    """Return `data`, a `covey.Data` or a torch DataLoader, as a `covey.Data`.
+
+    Raise `UsageError` for any other type, and for a DataLoader that cannot be converted.
+    """
     from covey.training.data.torch_dataloader import data_from_dataloader, is_torch_dataloader
 
     found = data_from_dataloader(data) if is_torch_dataloader(data) else data
@@ -50,10 +52,7 @@ def unwrap_model(model: Any, loop: Any) -> Any:
 
 
 def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
-    """Raise `UsageError` for a model or optimizer that is known not to work in a loop.
-
-    torch's wrappers and sharded types are recognized by name, to avoid imports.
-    """
+    """Raise `UsageError` for a model or optimizer that is known not to work in a loop."""
     from torch.nn.parameter import is_lazy
     from torch.optim import Optimizer
 
@@ -85,9 +84,9 @@ def check_optimizer_parameters(optimizer: Any, known: Set[int]) -> None:
 
 
 def runs_closure_once(optimizer: Any) -> bool:
-    """Return whether `optimizer.step` is torch's own, except LBFGS's; it calls a closure once, before it changes parameters.
+    """Return whether `optimizer.step` is known to call a closure once, before it changes parameters.
 
-    Other optimizers, such as SAM, may call it again with changed parameters.
+    This holds for torch's optimizers except LBFGS. Other optimizers, such as SAM, may call the closure again.
     """
     from torch.optim import LBFGS
 
@@ -95,6 +94,7 @@ def runs_closure_once(optimizer: Any) -> bool:
 
 
 def _refuse_listed_types(kind: type, table: dict[str, str]) -> None:
+    # by name, to avoid imports
     for base in kind.__mro__:
         if base.__name__ in table and base.__module__.startswith("torch."):
             raise UsageError(f"Loop cannot train with {base.__name__}: {table[base.__name__]}")

@@ -3,9 +3,9 @@
     model = covey.Model(net, loss_fn=loss_fn, optimizer=optimizer)
     model.train(10, data, callbacks=[LossMonitor(20), ModelCheckpoint(directory=f"./ckpt_of_rank/{rank}")])
 
-`train` runs a `covey.Loop` and heals like one. Callbacks run inside the step, so their collectives are healed too. A
-replacement that repeats a step calls its callbacks again, because other ranks may wait in a collective of theirs. While
-`loop.replaying` is true, a callback should skip side effects such as printing.
+`train` runs a `covey.Loop`, which heals failures. Callbacks run inside a step, so their collectives are healed too. A
+replacement that repeats a step calls the step's callbacks again; while `loop.replaying` is true, a callback should skip side
+effects such as printing.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class CheckpointConfig:
 class ModelCheckpoint(Callback):
     """Callback that makes the loop write checkpoints between steps, and resume from them.
 
-    The last part of `directory` is the rank; None: `ckpt_of_rank/<rank>`. A rank can also resume from the directories of other
-    ranks beside it. Raise `UsageError` for an invalid `prefix` or `config`.
+    The last part of `directory` must be the rank; None: `ckpt_of_rank/<rank>`. Directories of other ranks beside it are also
+    used to resume. Raise `UsageError` for an invalid `prefix` or `config`.
     """
 
     def __init__(self, prefix: str = "train", directory: str | None = None, config: CheckpointConfig | None = None) -> None:
@@ -72,7 +72,7 @@ class ModelCheckpoint(Callback):
         self.checkpoint = Checkpoint(**folder, every=every, keep=keep, prefix=prefix)
 
     def check(self, rank: int) -> None:
-        """Raise `UsageError` if `directory` is given and does not end in `rank`, because the ranks' files would be mixed."""
+        """Raise `UsageError` if `directory` is given and its last part is not `rank`."""
         if self.directory is not None and self.directory.name != str(rank):
             raise UsageError(
                 f"ModelCheckpoint(directory={str(self.directory)!r}) is invalid on rank {rank}: the last part of the path must"

@@ -1,10 +1,10 @@
 """Parameters of a model that parameter servers hold, as seen by the training process.
 
 A parameter marked by `set_param_ps` has a local copy, which is refreshed at every step boundary; an `Embedding` has none. When
-the optimizer steps, the gradients of both are pushed to the servers, which run their own optimizer; the local optimizer finds
-`grad=None` and skips marked parameters. If it does not step, an empty push ends the step.
+the loop's optimizer steps, the gradients of both are pushed to the servers, which run their own optimizer; the loop's optimizer
+finds `grad=None` and skips marked parameters. If the loop's optimizer does not step, an empty push ends the step.
 
-In sync mode the push is a numbered collective, unless the world size is 1 and cannot grow. It completes when the servers have
+In sync mode the push is a numbered collective, unless the world size is 1 and cannot grow, and completes when the servers have
 the gradients of every rank.
 """
 
@@ -41,7 +41,7 @@ log = logging.getLogger("covey")
 
 
 def mark_for_server(target: Any, *, recurse: bool, init_in_server: bool, optimizer: OptimizerRule | None) -> None:
-    """Mark a parameter, or the trainable ones of a module (with `recurse` also of its submodules), as served.
+    """Mark a parameter, or a module's trainable parameters (with `recurse` also those of its submodules), as served.
 
     `init_in_server`: the servers draw the initial values, and each `torch.nn.Embedding` becomes a table on the servers.
     `optimizer`: the rule of the servers; None: derived from the loop's optimizer. Raise `UsageError` if the target is in a
@@ -80,9 +80,10 @@ def _is_in_loop(module: Any) -> bool:
 
 
 def move_embedding_to_servers(module: Any, optimizer: OptimizerRule | None) -> None:
-    """Replace the rows of a torch.nn.Embedding by a table on the servers, with initial values as torch's (normal, scale 1).
+    """Replace the weight of a torch.nn.Embedding by a table on the servers, whose initial values are normal with scale 1.
 
-    Its weight, which may be on the meta device, is dropped. Raise `UsageError` if it has options that a table does not support.
+    The weight, which may be on the meta device, is dropped. Raise `UsageError` if the module has options that a table does not
+    support.
     """
     if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise UsageError(
@@ -99,7 +100,7 @@ def is_served(parameter: Any) -> bool:
 
 
 class ServedParameters:
-    """All served parameters of one model: marked parameters and tables."""
+    """All served parameters of one model: marked parameters, and tables (`Embedding`)."""
 
     def __init__(self, model: Any, optimizer: Any, group: Communicator) -> None:
         self.full_parameters = {name: p for name, p in model.named_parameters() if is_served(p)}  # pulled and pushed completely
@@ -127,19 +128,16 @@ class ServedParameters:
 
     @property
     def is_independent(self) -> bool:
-        """Whether training needs no collectives: all trained parameters are served, and not in sync mode.
-
-        In bounded mode a pull still waits while this worker is too many steps ahead of another.
-        """
+        """Whether training needs no collectives: all trained parameters are served, and the mode is not sync."""
         return self.has_parameters and not self.is_sync and not self.has_local_parameters
 
     # -- start of the training -----------------------------------------------------------------------------------------
 
     def declare(self, rank: int) -> None:
-        """Declare all served parameters to the servers. Rank 0 also sends initial values, unless the servers draw them; other
-        ranks block until rank 0 has declared.
+        """Declare all served parameters to the servers.
 
-        Raise `UsageError` if a dtype or the optimizer is not supported, or a parameter was declared differently.
+        Rank 0 also sends initial values, unless the servers draw them; other ranks block until rank 0 has declared. Raise
+        `UsageError` if a dtype or the optimizer is not supported, or a parameter was declared differently.
         """
         for name, parameter in self.full_parameters.items():
             begin = (
@@ -165,7 +163,8 @@ class ServedParameters:
         has the checkpoints; "": none.
 
         - With `has_state` the result is `step`.
-        - An independent worker continues after its last push. If it has none, the servers load the newest complete rows first.
+        - An independent worker continues after its last push. If it has not pushed, the servers first load the newest
+          complete rows.
         - A single worker without local parameters continues at the servers' step if that is later.
         - Otherwise the result is `step`, and if it is a checkpoint's, rank 0 has the servers load their rows of it.
 
@@ -195,7 +194,7 @@ class ServedParameters:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def pull_for_step(self, step: int) -> None:
-        """Begin a step: pull the values of the marked parameters for it into their local copies."""
+        """Begin a step: pull the values of the marked parameters into their local copies."""
         self.step, self.is_pushed = step, False
         if not self.full_parameters:
             return
@@ -207,7 +206,7 @@ class ServedParameters:
                     parameter.copy_(torch_module().from_numpy(flat).view_as(parameter))
 
     def fetch_rows(self, table: Embedding, numbers: Array) -> Array:
-        """Return the values of some rows of a table for this step. Raise `UsageError` if a row does not exist."""
+        """Return the values of the rows `numbers` of a table for this step; raise `UsageError` if a row does not exist."""
         name = next(name for name, found in self.tables.items() if found is table)
         if not table.vocab_cache_size:
             return self.client.pull_rows(self.step, name, numbers)
@@ -221,20 +220,18 @@ class ServedParameters:
         return self._caches[name]
 
     def _start_prefetch(self) -> None:
-        """Request the rows that `prefetch` named for the next step. Called only when this step's push is complete.
+        """Request the rows that `prefetch` named for the next step; call only when this step's push is complete.
 
-        In sync mode the servers apply a step when the next one is requested. Earlier, a replacement might still need the values
-        from before the step.
+        In sync mode the request makes the servers apply this step. Before the push is complete, a replacement may still need
+        the values from before the step.
         """
         for name, table in self.tables.items():
             if (rows := table.take_next_rows()) is not None:
                 self._prefetches[name] = self.client.pull_rows_cached(self.step + 1, name, rows, self._cache_for(name, table))
 
     def take_gradients(self) -> list[GradientToPush]:
-        """Return this step's gradients of served parameters and clear them, so that the optimizer skips these parameters.
-
-        Parameters and tables without a gradient are left out.
-        """
+        """Return this step's gradients of served parameters and clear them, so that the loop's optimizer skips these
+        parameters."""
         found: list[GradientToPush] = []
         for name, parameter in self.full_parameters.items():
             if parameter.grad is not None:
@@ -264,8 +261,8 @@ class ServedParameters:
     def push(self, collectives: NumberedCollectives | None) -> None:
         """Push this step's gradients and block until the servers have them; in sync mode, until they have those of all ranks.
 
-        In sync mode with `collectives` the push is one of them. Then start the requests of `Embedding.prefetch`. Raise
-        `UsageError` on a second push in a step, and a `CoveyError` if a server refuses the gradients.
+        In sync mode with `collectives` the push is a numbered collective. Raise `UsageError` on a second push in a step, and a
+        `CoveyError` if a server refuses the gradients.
         """
         if self.is_pushed:  # servers accept gradients once per (step, rank): a second push would be ignored
             raise UsageError(
@@ -281,14 +278,14 @@ class ServedParameters:
         self._start_prefetch()
 
     def save(self, step: int, folder: str, keep: int) -> None:
-        """Have the servers write their rows at this step to files and keep their `keep` newest; return when they are written.
+        """Have the servers write their rows at this step to files and keep the files of their `keep` newest steps.
 
-        Raise `StoreError` if a server cannot write.
+        Block until the files are written. Raise `StoreError` if a server cannot write.
         """
         self.client.save(step, folder, keep)
 
     def save_before_exit(self, step: int, folder: str) -> None:
-        """Have the servers write their rows at this step, and wait at most `FINAL_SAVE_TIMEOUT_S`. Log a failure."""
+        """Have the servers write their rows at this step, wait at most `FINAL_SAVE_TIMEOUT_S` seconds, and log a failure."""
         if not self.client.try_save(step, folder, FINAL_SAVE_TIMEOUT_S):
             log.warning(
                 "parameter servers did not save step %d within %g s: the run cannot resume from it", step, FINAL_SAVE_TIMEOUT_S
@@ -299,7 +296,7 @@ class ServedParameters:
         self._group.node_interface.inbox.put(WorkDone(work))
 
     def _claim_proof(self, generation: int) -> bool:
-        """Return whether the push must include an all_reduce of all ranks: True if the last call had another generation."""
+        """Return whether this is the first call in `generation`; the push then includes an all_reduce of all ranks."""
         is_first, self._proven_generation = generation != self._proven_generation, generation
         return is_first
 
@@ -315,7 +312,7 @@ class ServedParameters:
         return first
 
     def _as_flat_array(self, tensor: Any) -> Array:
-        """Return the tensor as a flat array. It shares the memory of a contiguous CPU tensor, otherwise it is a copy."""
+        """The array shares the memory of a contiguous CPU tensor; otherwise it is a copy."""
         found: Array = tensor.detach().cpu().contiguous().view(-1).numpy()
         return found
 
@@ -336,7 +333,7 @@ class PushCollective:
         self._work: RequestBatch | None = None
 
     def issue(self, group: Group) -> list[Work]:
-        """Start the push, unless it was started in an earlier generation, and return the works to wait for."""
+        """Start the push, unless an earlier generation started it, and return the works to wait for."""
         if self._work is None:
             self._work = self._client.push(self._step, self._gradients, self._notify_done)
         elif self._work.finished.is_set():
@@ -358,7 +355,7 @@ class PushCollective:
             raise self._work.error
 
     def run_without_group(self) -> None:
-        """Push and block until the servers have replied. Raise the error of a refused push."""
+        """Push and block until the servers have replied; raise the error of a refused push."""
         self._client.push(self._step, self._gradients, blocking=True)
 
 

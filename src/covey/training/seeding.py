@@ -1,4 +1,4 @@
-"""Deterministic seeds, by which a replacement draws the same random numbers as the process it replaces."""
+"""Derivation of seeds from numbers such as the step, and seeding of the random generators of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPLITMIX64_CONSTANTS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049B
 def derive_seed(*numbers: int) -> int:
     """Return a seed from 0 to 2**63 - 1 derived from `numbers` (splitmix64).
 
-    It is the same on all machines, and unrelated to the seeds of similar numbers.
+    The seed is the same on all machines; similar numbers give unrelated seeds.
     """
     value = 0
     for number in numbers:

@@ -1,17 +1,14 @@
 """Optimizer whose state is sharded: each rank keeps its part of the state, and replicas of other ranks' parts.
 
-Theory of operation. A *slot* is the optimizer's state of one parameter. Slots are divided into one part per rank. Rank r has
-part r and replicas of the parts of the `copies` ranks before it. Every rank has the complete reduced gradient, so it updates a
-replica by computing the same update; this needs no traffic.
+A *slot* is the optimizer's state of one parameter. Slots are divided into one part per rank. Rank r has part r and replicas of
+the parts of the `copies` ranks before it, cyclically. Every rank has the complete reduced gradient, so it updates a replica by
+computing the same update, without traffic.
 
 `step()` is one collective, `ShardedUpdate`. Each rank computes the new values of its slots' parameters in separate memory and
 broadcasts those of its own part. The parameters are written only when all values have arrived. A rank blocked in the collective
 therefore still has the parameters of the step boundary, and some slots that are *ahead*: their state is the one after the
-update, and their new values are stored with them. A replacement may receive both kinds. It updates slots that are not ahead and
+update, and their new values are stored with them. A replacement may receive both kinds: it updates slots that are not ahead and
 uses the stored values of the others.
-
-Slots are sent between ranks when a heal plan requires it: for a replacement, or for any rank after a change of the world size.
-`checkpoint.resume` collects them when a training resumes.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- script interface --------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters on all ranks: a collective. Raise `UsageError` outside a loop, or if a closure is given."""
+        """Update the parameters on all ranks; raise `UsageError` outside a loop, or if a closure is given."""
         if closure is not None:
             raise UsageError("ShardedOptimizer.step() takes no closure: compute loss and gradients before calling it")
         if self._run_update is None:
@@ -86,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's format, with the slots held here and two more keys.
 
-        `updates` is the number of updates so far. `ahead` has the new values, by slot number, of slots that are ahead.
+        `updates` is the number of updates so far. `ahead` has, by slot number, the new values of slots that are ahead.
         """
         states = {number: dict(self._inner_optimizer.state.get(inner, {})) for number, inner in self._inner_parameters.items()}
         return self.state_without_slots() | {
@@ -95,9 +92,10 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the options of the parameter groups, and the slots that this rank needs. Accept an unsharded optimizer's state.
+        """Load the groups' options and the slots that this rank needs; the state of an unsharded optimizer is accepted too.
 
-        A needed slot that the state lacks is unchanged. Raise `ValueError` if the groups differ in number or size.
+        The state of a needed slot that `state_dict` lacks is unchanged. Raise `ValueError` if the groups differ in number or
+        size.
         """
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
@@ -117,18 +115,17 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- loop interface ----------------------------------------------------------------------------------------------
 
     def attach_to_loop(self, run_update: Callable[[ShardedUpdate], None]) -> None:
-        """Set the function that runs an update as a collective of the loop. From then on no parameters can be added."""
+        """Set the function that runs an update as a collective of the loop; from then on no parameters can be added."""
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._run_update = run_update
 
     def set_rank(self, rank: int, world: int) -> None:
-        """Set rank and world size, and start with empty slots."""
+        """Set rank and world size, and start with slots as the optimizer's constructor creates them."""
         with self._lock:
             self._rank_and_world = (rank, world)
             self._rebuild_inner_optimizer({}, self._needed_slots(rank, world))
 
     def state_without_slots(self) -> dict[str, Any]:
-        """Return the state in the format of `state_dict`, without slots."""
         numbers, groups = iter(range(len(self._parameters))), []
         for group in self.param_groups:
             plain = {key: value for key, value in group.items() if key != "params"}
@@ -155,9 +152,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return self._needed_slots(*self._rank_and_world) - set(found)
 
     def donate_slots(self, wanted: bytes) -> DonatedState:
-        """Return those of the wanted slots (a bit mask) that this rank holds: state, value and version of each, by number.
+        """Return those slots of the bit mask `wanted` that this rank holds: state, value and version of each, by number.
 
-        They are copies, because this rank may continue during the transfer.
+        States and values are copied, because this rank may continue during the transfer.
         """
         with self._lock:
             slots = {
@@ -171,9 +168,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return DonatedState(state=slots)
 
     def fetch_missing_slots(self, holders: list[SlotHolder], rank: int, world: int) -> dict[int, Any]:
-        """Return the slots that `rank` needs and this process lacks, by number, as `donate_slots` of the holders returned them.
+        """Return the slots that `rank` needs and this process lacks, by number, in the format of `donate_slots`.
 
-        Raise `PeerError` if a holder is gone, or no rank holds one of the slots.
+        Raise `PeerError` if a holder is gone, or no holder has one of the slots.
         """
         lacking = self._needed_slots(rank, world) - self._inner_parameters.keys()
         found: dict[int, Any] = {}
@@ -186,7 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return found
 
     def move_to_rank(self, rank: int, world: int, collected: Mapping[int, Any]) -> None:
-        """Change rank and world size and add fetched slots. Unneeded slots stay until `drop_unneeded_slots`."""
+        """Change rank and world size and add fetched slots; unneeded slots stay until `drop_unneeded_slots`."""
         with self._lock:
             self._rank_and_world = (rank, world)
             if collected:
@@ -196,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self._set_ahead_values(self._ahead_values(collected, self._update_count))
 
     def drop_unneeded_slots(self) -> None:
-        """Drop slots that this rank does not need. Call it when all ranks have fetched theirs."""
+        """Drop slots that this rank does not need; call this when all ranks have fetched their slots."""
         needed = self._needed_slots(*self._rank_and_world)
         if self._inner_parameters.keys() - needed:
             with self._lock:
@@ -206,7 +203,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self._rebuild_inner_optimizer(states, set())
 
     def assemble_state(self, frame: dict[str, Any], collected: Mapping[int, Any]) -> dict[str, Any]:
-        """Return the state of a replacement: `frame`, the donor's state without slots, with the collected slots."""
+        """Return the state of a replacement: `frame`, the donor's state without slots, and the collected slots."""
         states = {number: slot["state"] for number, slot in collected.items()}
         return frame | {"state": states, "ahead": self._ahead_values(collected, frame["updates"])}
 
@@ -218,7 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- update ------------------------------------------------------------------------------------------------------
 
     def compute_update(self) -> None:
-        """Compute the update of the slots held here from the gradients, except of those that are ahead. Then all are ahead.
+        """Compute the update of the slots held here that are not ahead; afterwards all held slots are ahead.
 
         The parameters are not changed. A slot whose parameter has no gradient keeps its state.
         """
@@ -238,7 +235,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self.state = self._state_by_parameter()
 
     def value(self, number: int) -> Any:
-        """Return a parameter's value, not copied; the new one if its slot is held here and ahead."""
+        """Return a parameter's value, not copied: the new value if its slot is held here and ahead, else the current one."""
         return (self._inner_parameters[number] if number in self._ahead_slots else self._parameters[number]).detach()
 
     def updated_numbers(self) -> list[int]:
@@ -253,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return self._parameters[number].detach()
 
     def write_values(self, values: list[Any]) -> list[Any]:
-        """Write the new values, in the order of `updated_numbers`, and return the parameters written. No slot is ahead then."""
+        """Write the new values, in the order of `updated_numbers`, and return the parameters written; no slot is ahead then."""
         destinations = [self._parameters[number].detach() for number in self.updated_numbers()]
         with self._lock, torch.no_grad():
             if destinations:
@@ -271,9 +268,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- assignment of slots -----------------------------------------------------------------------------------------
 
     def slots_by_rank(self, world: int) -> list[list[int]]:
-        """Return the slot numbers of each rank's part. Parts have similar numbers of elements.
+        """Return the slot numbers of each rank's part; the parts have similar numbers of elements.
 
-        By decreasing size, each slot goes to the rank with the fewest elements so far.
+        By decreasing size, each slot is assigned to the rank with the fewest elements so far.
         """
         if len(self._slots_by_rank) != world:
             sizes = [parameter.numel() for parameter in self._parameters]
@@ -294,7 +291,8 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return {number: states[inner] for number, inner in self._inner_parameters.items() if states.get(inner)}
 
     def _rebuild_inner_optimizer(self, states: Mapping[int, Any], more: set[int]) -> None:
-        """Create the inner optimizer for the slots held here and `more`, with these states; slots without a state are empty."""
+        """Create the inner optimizer for the slots held here and `more`; slots that `states` lacks are as the constructor
+        creates them."""
         for number in more - self._inner_parameters.keys():
             # `data`, not `detach()`: a write to it must not increase the parameter's version.
             self._inner_parameters[number] = torch.nn.Parameter(self._parameters[number].data, requires_grad=False)
@@ -349,14 +347,12 @@ class ShardedUpdate:
         return works
 
     def _group_by_dtype(self, numbers: list[int]) -> list[list[int]]:
-        """Return the parameters grouped by dtype and device, each group for one buffer."""
         bundles: dict[Any, list[int]] = {}
         for number in numbers:
             bundles.setdefault(self._optimizer.dtype_and_device(number), []).append(number)
         return list(bundles.values())
 
     def _allocate_flat(self, bundle: list[int]) -> Any:
-        """Return a buffer for the values of these parameters, and store views of it in `_values`."""
         shapes = [self._optimizer.detached_parameter(number) for number in bundle]
         dtype, device = self._optimizer.dtype_and_device(bundle[0])
         flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Time per step that a rank spends outside collectives. The scheduler finds stragglers by it."""
+"""Average time per step that a rank spends outside collectives, by which the scheduler finds stragglers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ EMA_DECAY = 0.9  # weight of the previous mean at each step
 
 
 class StepTimer:
-    """Exponential moving average of the step time without time in collectives, in seconds. The first step is ignored."""
+    """Exponential moving average, in seconds, of the time of a step without its collectives; the first step is ignored."""
 
     def __init__(self) -> None:
         self._step_began_at, self._waited_before_s = time.monotonic(), 0.0

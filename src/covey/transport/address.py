@@ -34,7 +34,8 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def split_host_port(text: str, default_port: int = 0) -> tuple[str, int]:
-    """Return host and port of HOST:PORT or [IPv6]:PORT. The port is `default_port` for a host alone, also an IPv6 address.
+    """Return host and port of HOST:PORT or [IPv6]:PORT; the port is `default_port` if the text is only a host or an IPv6
+    address.
 
     Raises `UsageError` for an invalid host name and for a port that is not 1 to 65535.
     """
@@ -106,7 +107,7 @@ def listen(host: str, port: int, what: str) -> list[socket.socket]:
 
 
 def is_local(host: str) -> bool:
-    """Return whether this host can listen at a name or address. It listens at a free port for a moment to find out."""
+    """Return whether this host can listen at a name or address; to find out, listen at a free port for a moment."""
     try:
         for sock in listen(host, 0, "address"):
             sock.close()
@@ -126,11 +127,8 @@ def _listen_error(error: OSError, host: str, port: int, what: str) -> UsageError
 
 
 def describe_port_owner(port: int) -> str:
-    """Return the process that listens on a TCP port as " by python train.py (process 123)", with at most 80 characters of its
-    command.
-
-    Return "" if there is none, or if this user may not see it.
-    """
+    """Return " by COMMAND (process PID)" for the process that listens on a TCP port, with at most 80 characters of its command
+    line; "" if there is none, or if this user may not see it."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             local = connection.laddr
@@ -141,8 +139,8 @@ def describe_port_owner(port: int) -> str:
 
 
 def find_free_port(host: str) -> int:
-    """Return a free TCP port at the IP address or name `host`. Another process may bind it before it is used: prefer passing a
-    bound socket. Raises `OSError` if `host` is not local."""
+    """Return a free TCP port at the IP address or name `host`. Another process may bind the port before the caller does. Raises
+    `OSError` if `host` is not local."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(kind, socket.SOCK_STREAM) as sock:
         sock.bind((host, 0))

@@ -1,7 +1,7 @@
 """A TCP server with one thread per client; a client must first send a token.
 
-If more than `UNAUTHENTICATED_MAX` clients have not sent the token, the oldest one without unread bytes is closed. Idle clients
-therefore cannot use up threads and descriptors.
+If more than `UNAUTHENTICATED_MAX` clients have not sent the token, the oldest of them without unread bytes is closed, so that
+idle clients do not use up threads and descriptors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("covey")
 
 
 class AuthenticatedServer:
-    """A server at `port`. It calls `serve` with the connection of each client that sends `token`, on a thread per client. The
+    """A server at `port`. It calls `serve` with the connection of each client that sends `token`, on that client's thread. The
     connection is closed when `serve` returns; `OSError` and `EOFError` of `serve` are ignored."""
 
     def __init__(self, address: str, serve: Callable[[socket.socket], None], name: str, *, first_s: float) -> None:
@@ -54,7 +54,7 @@ class AuthenticatedServer:
         while self._socket.fileno() >= 0:
             try:
                 connection, _ = self._socket.accept()
-            except OSError as error:
+            except OSError as error:  # no descriptor is left, or the server was closed
                 self._on_accept_error(error)
                 continue
             self._out_of_resources = False
@@ -73,8 +73,6 @@ class AuthenticatedServer:
                 self._on_accept_error(error)
 
     def _on_accept_error(self, error: Exception) -> None:
-        """Handle missing descriptors or threads: warn in the log, pause for `RETRY_DELAY_S`, and close the oldest idle client
-        that has not sent the token. Does nothing after `close`."""
         if self._socket.fileno() >= 0:
             if not self._out_of_resources:
                 log.warning("cannot accept connections: %s", error)

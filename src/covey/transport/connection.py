@@ -68,7 +68,7 @@ class SilentPeers(Generic[T]):
 
 class NoListenerError(PeerError):
     """The host refused the connection; usually no process listens on the port. If a host name has several addresses and all
-    refuse, a plain `PeerError` is raised instead."""
+    refuse, `connect` raises a plain `PeerError` instead."""
 
 
 class Connection(asyncio.Protocol):
@@ -152,7 +152,6 @@ class Connection(asyncio.Protocol):
         return self._send_hello() if self._hello_timer is None else None
 
     def _send_hello(self) -> None:
-        """Send this side's first line of the handshake. A client whose peer is beyond loopback insists on its secret."""
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
@@ -162,8 +161,8 @@ class Connection(asyncio.Protocol):
         self._write(self._handshake.first_line())
 
     def _abort_self_connection(self, sock: Any) -> None:
-        """Abort a connection of a socket to itself. TCP can make one if no process listens on an ephemeral port. SO_LINGER is 0
-        seconds, so that the port does not stay in TIME_WAIT."""
+        """Abort a connection of a socket to itself, which TCP can make if no process listens on an ephemeral port."""
+        # Without this, the port would stay in TIME_WAIT.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.abort("no process listens there")
 
@@ -213,11 +212,11 @@ class Connection(asyncio.Protocol):
         return sock.fileno() if sock is not None else -1
 
     def unsent_bytes(self) -> int:
-        """Return the number of bytes that are queued and not yet passed to the kernel; 0 on a closed connection."""
+        """Return the number of bytes that are queued and not yet passed to the kernel; 0 if the connection is closed."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def since_last_ack_s(self) -> float:
-        """Return the seconds since the last acknowledgement of the peer's kernel arrived, also one of a keepalive.
+        """Return the seconds since the last acknowledgement by the peer's kernel, also of a keepalive.
 
         Raises `OSError` on a closed connection and on a Unix socket.
         """
@@ -289,7 +288,8 @@ class Connection(asyncio.Protocol):
 
 def set_tcp_options(sock: Any) -> None:
     """Set the options by which the kernel detects a lost host: keepalive after 10 s without data, then every 5 s, and an error
-    if data is not acknowledged for 30 s. Disable Nagle's algorithm. Skip options that the socket lacks. None is ignored."""
+    if data is not acknowledged for 30 s. Disable Nagle's algorithm. Options that the socket lacks are skipped; `sock` may be
+    None."""
     options = (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -359,8 +359,7 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept_tls(self, sock: socket.socket) -> None:
-        """Accept TLS connections until cancelled. asyncio's server does not report failed handshakes, so it is not used
-        here."""
+        """Accept TLS connections until cancelled. Replaces asyncio's server, which does not report failed handshakes."""
         while True:
             try:
                 accepted, peer = await asyncio.get_running_loop().sock_accept(sock)
@@ -389,11 +388,8 @@ class Listener:
             )
 
     async def _wait_for_first_bytes(self, accepted: socket.socket) -> None:
-        """Wait for the first bytes, so that an idle connection does not count as a TLS handshake.
-
-        Raises `PeerError` if none arrive within `HANDSHAKE_TIMEOUT_S`, if this is the oldest of too many idle connections, or
-        if `TLS_HANDSHAKES_MAX` handshakes are in progress.
-        """
+        """Wait for the first bytes, so that an idle connection does not count as a TLS handshake. Raises `PeerError` if the
+        connection must be closed instead."""
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
         if (oldest := self._awaiting_first_bytes.add_and_evict(readable)) is not None:
@@ -430,7 +426,7 @@ async def connect(
 
     `calls` are the callbacks of the `Connection`. The handshake fails if this side has a secret, the peer does not require one,
     and `insist` is set or the peer is beyond loopback. Raises `PeerError` if connecting fails or takes longer than
-    `CONNECT_TIMEOUT_S`, and `NoListenerError` if no process listens.
+    `CONNECT_TIMEOUT_S`, and `NoListenerError` if the host refuses the connection.
     """
     loop = asyncio.get_running_loop()
     where = f"the {role} at {address.join_host_port(host, port)}"

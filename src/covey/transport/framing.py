@@ -31,7 +31,7 @@ _last_frame = _LastFrame()
 
 
 def encode_frame(message: Message) -> bytes:
-    """Return the frame of a message. The size is not compared with `FRAME_MAX`."""
+    """Return the frame of a message. Its size is not limited to `FRAME_MAX`."""
     if message is not _last_frame.message:
         body = _encoder.encode(message)
         _last_frame.message, _last_frame.data = message, len(body).to_bytes(HEADER_BYTES, "big") + body
@@ -49,8 +49,8 @@ class FrameDecoder:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[Any]:
-        """Add received bytes and return the messages that they complete, maybe none. Raises `PeerError` for an invalid or too
-        large message; earlier messages in `data` are then lost, and the decoder must not be used again."""
+        """Add received bytes and return the messages that are now complete, maybe none. Raises `PeerError` for an invalid or
+        too large message; earlier messages in `data` are then lost, and the decoder must not be used again."""
         buffer = self._buffer + data if self._buffer else data
         messages: list[Any] = []
         start = 0

@@ -44,7 +44,7 @@ MINDSPORE_PEER_REASON: Final = (
 
 
 class HandshakeError(PeerError):
-    """The handshake failed. The caller sends `reply` to the peer (b"": nothing); it is HTTP if the peer uses HTTP.
+    """The handshake failed. The caller sends `reply` to the peer (b"": nothing); `reply` is HTTP if the peer uses HTTP.
 
     `final`: a node should not retry.
     """
@@ -107,7 +107,7 @@ class ServerHandshake:
 
 class ClientHandshake:
     """The side of a handshake that connects. `where` names the peer in an error message. With `insist`, a peer that does not
-    require the secret is refused, unless the secret is empty."""
+    require the secret is refused, unless this side has no secret."""
 
     def __init__(self, secret: str, *, insist: bool = False, where: str = "the scheduler") -> None:
         self._secret = secret
@@ -123,7 +123,8 @@ class ClientHandshake:
         self.silence_s = -1.0  # seconds without a message after which the scheduler is lost; negative: no limit
 
     def insist(self) -> None:
-        """Refuse a peer that does not require the secret, if this side has one. Must be called before the peer's first line."""
+        """Refuse a peer that does not require the secret, if this side has one. Must be called before the peer's first line
+        arrives."""
         self._requires_secret = bool(self._secret)
 
     def first_line(self) -> bytes:
@@ -193,7 +194,7 @@ class ClientHandshake:
 
 
 def is_mindspore(data: bytes) -> bool:
-    """Return whether the first bytes of a peer are MindSpore's protocol; False for fewer than 4 bytes."""
+    """Return whether a peer's first bytes are MindSpore's protocol; False for fewer than 4 bytes."""
     return data.startswith(_MINDSPORE_MAGIC)
 
 
@@ -207,8 +208,7 @@ def _make_refusal(message: str) -> HandshakeError:
 
 
 def _reject_other_protocols(data: bytes) -> None:
-    """Raise `HandshakeError` if the bytes cannot be the beginning of a handshake. Its message names the protocol if that is
-    MindSpore's, TLS or HTTP."""
+    """Raise `HandshakeError` if the bytes cannot be the beginning of a handshake."""
     if data[: len(_MAGIC)] == _MAGIC[: len(data)]:
         if b"\n" not in data[:LINE_MAX] and len(data) > LINE_MAX:
             raise HandshakeError("its handshake line is too long")

@@ -1,6 +1,6 @@
 """A local certificate authority for `covey tls init` and `covey tls revoke`: certificates and a revocation list.
 
-The files are those that MindSpore's `config.json` names, so the directory can be copied to every host. `ca.key` is needed only
+`config.json` has MindSpore's keys and relative paths, so the directory can be copied to every host. `ca.key` is needed only
 where certificates are issued or revoked and should not be copied.
 
 The PKCS#12 files contain no chain, and every certificate has an authority key identifier, because MindSpore requires both.
@@ -154,14 +154,12 @@ def _make_revocation_list(
 
 
 def _make_config() -> bytes:
-    """Return `config.json` with MindSpore's keys. The cipher list is empty, because a list would limit connections to TLS
-    1.2."""
     keys = {
         "server_cert_path": "server.p12",
         "crl_path": "crl.pem",
         "client_cert_path": "client.p12",
         "ca_cert_path": "ca.crt",
-        "cipher_list": "",
+        "cipher_list": "",  # a list would limit connections to TLS 1.2
         "cert_expire_warning_time_in_day": 90,
     }
     return (json.dumps(keys, indent=2) + "\n").encode()
@@ -224,10 +222,6 @@ def _parse_general_name(name: str) -> x509.GeneralName:
 
 
 def _write_all(folder: Path, files: dict[str, tuple[bytes, int]]) -> list[Path]:
-    """Write all files and return their paths. If one fails, remove the others, because they would block the next attempt.
-
-    Raises `UsageError` if one of the files exists, and `StoreError` if one cannot be written.
-    """
     existing = [name for name in files if os.path.lexists(folder / name)]
     if existing:
         raise UsageError(
@@ -241,7 +235,7 @@ def _write_all(folder: Path, files: dict[str, tuple[bytes, int]]) -> list[Path]:
             _write_new(folder / name, content, mode)
             written.append(folder / name)
     except OSError as error:
-        for path in written:
+        for path in written:  # they would block the next attempt
             path.unlink()
         raise _disk_error(folder, error) from error
     return written

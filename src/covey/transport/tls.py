@@ -159,10 +159,7 @@ def build_contexts(files: TlsFiles, *, server_password: str, client_password: st
 
 
 def _select_ciphers(cipher_list: str) -> tuple[list[str], list[str]]:
-    """Return the names that OpenSSL supports as TLS 1.2 ciphers, and warnings. Both are empty for an empty list.
-
-    Raises `UsageError` if the list has names, and OpenSSL supports none of them.
-    """
+    """Return the names in the list that OpenSSL supports as TLS 1.2 ciphers, and warnings; both are empty for an empty list."""
     names = [name.strip() for name in cipher_list.split(":") if name.strip()]
     if not names:
         return [], []
@@ -209,8 +206,8 @@ def _build_context(side: Side, identity: TlsIdentity, trust: TlsTrust, ciphers: 
 
 @contextmanager
 def _temporary_path(content: bytes, *, in_memory: bool = _HAS_MEMFD) -> Iterator[str]:
-    """Yield a path at which this content can be read: in memory if possible, else a file that is removed afterwards. Python's
-    ssl module reads keys and revocation lists from paths only."""
+    """Yield a path at which `content` can be read, in memory if possible: Python's ssl module reads keys and revocation lists
+    only from paths."""
     if in_memory:
         with os.fdopen(os.memfd_create("covey-tls"), "wb") as memory:
             memory.write(content)
@@ -288,7 +285,7 @@ _LOCAL_ERROR_TEXTS = {
 def explain_connection_error(error: BaseException, *, connecting: bool) -> str:
     """Return what an error of a connection means, as a text that can follow "HOST:PORT: ".
 
-    `connecting`: the handshake is not complete. The end of the stream then probably means that the peer refuses this side.
+    `connecting`: the handshake is not complete, so the end of the stream probably means that the peer refuses this side.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return _VERIFY_ERROR_TEXTS.get(error.verify_code, f"its certificate is not accepted: {error.verify_message}")

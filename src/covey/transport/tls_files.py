@@ -26,7 +26,7 @@ _Kind = TypeVar("_Kind", bound=x509.ExtensionType)
 
 
 class TlsTrust(NamedTuple):
-    """Trusted authorities and their revocation lists; no lists if `crl_path` is empty."""
+    """Trusted authorities and their revocation lists; `revocations` is empty if `crl_path` is empty."""
 
     authorities: list[x509.Certificate]
     revocations: list[x509.CertificateRevocationList]
@@ -41,15 +41,15 @@ class TlsTrust(NamedTuple):
 
 
 class TlsIdentity(NamedTuple):
-    """A private key, encrypted with a random password, followed by its certificates, as PEM."""
+    """A private key followed by its certificates, as PEM. The key is encrypted with `password`, which is random."""
 
     pem: bytes
     password: str
 
 
 class ValidityChecker:
-    """Check of validity dates. `check` raises `UsageError` for a file that has expired or is not valid yet. It adds a warning
-    for one that expires in less than `warn_days` days."""
+    """Check of validity dates. `check` raises `UsageError` for a file that has expired or is not valid yet, and adds to
+    `warnings` for a file that expires in less than `warn_days` days."""
 
     def __init__(self, now: datetime, warn_days: int) -> None:
         self.now = now
@@ -99,11 +99,8 @@ def _load_authorities(path: str, dates: ValidityChecker) -> list[x509.Certificat
 def _load_revocations(
     files: TlsFiles, authorities: list[x509.Certificate], dates: ValidityChecker
 ) -> list[x509.CertificateRevocationList]:
-    """Return the revocation lists in the file `crl_path`. Certificates in it are left out, because OpenSSL would trust them.
-
-    Raises `UsageError` if the file cannot be read or has no list, and if a list is damaged, not signed by an authority, expired
-    or not valid yet.
-    """
+    """Return the revocation lists in the file `crl_path`. Certificates in that file are left out, because OpenSSL would trust
+    them."""
     path = files.crl_path
     content = read_limited(path, "the revocation list")
     blocks = re.findall(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", content, re.DOTALL)

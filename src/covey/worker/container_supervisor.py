@@ -153,8 +153,6 @@ def _uses_cuda() -> bool:
 
 
 def _set_up_child(parent: int, progress_fd: int) -> None:
-    """Make a child the leader of a process group, and let the kernel kill it when its supervisor exits. Programs that it
-    executes do not inherit `progress_fd`."""
     os.setpgid(0, 0)
     os.set_inheritable(progress_fd, False)
     linux.die_with_parent(parent)
@@ -178,7 +176,7 @@ def _exec_supervisor() -> NoReturn:
 
 
 def supervise_by_exec(command: list[str]) -> NoReturn:
-    """Supervise children that execute `command`, the interpreter with the whole script; exit with the last one's code."""
+    """Supervise children that execute `command`, the interpreter with the whole script; exit with the last child's code."""
     supervisor = Supervisor()
     environ = {**os.environ, PROGRESS_FD_VARIABLE: str(supervisor.progress_fd)}
     while True:

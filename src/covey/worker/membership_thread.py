@@ -1,7 +1,7 @@
 """A thread beside the training thread that keeps this process a member of its cluster.
 
-The thread runs an event loop with a `NodeRuntime`. It sends heartbeats while the main thread is busy. If the membership ends
-while the program trains, it ends the process even if the main thread is blocked in a collective.
+The thread runs an event loop with a `NodeRuntime`, so heartbeats are sent while the main thread is busy. If the membership ends
+while the program trains, the thread ends the process even if the main thread is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class MembershipThread:
 
     @property
     def leave_requested(self) -> bool:
-        """Whether covey's SIGTERM handler was called, so that the program must finish its step and leave."""
+        """Whether covey has handled a SIGTERM, after which the program must finish its step and leave."""
         return self._process_exit.exit_requested
 
     @property
@@ -198,12 +198,11 @@ class MembershipThread:
 
     @property
     def progress(self) -> Progress:
-        """The last reported progress."""
         return self._progress
 
     def report_progress(self, progress: Progress) -> None:
-        """Set the program's progress. It is sent now or with a later heartbeat. `steps_completed` is computed here. Without a
-        loss, the last reported one is kept."""
+        """Set the program's progress, which is sent now or with a later heartbeat. `steps_completed` is computed here; a
+        missing loss is replaced by the last reported one."""
         if self._first_step < 0:
             self._first_step = progress.step
         # step numbers may start over in each epoch
@@ -249,9 +248,8 @@ class MembershipThread:
         self._process_exit.exit_program(reason)
 
     def wait_until_confirmed(self) -> None:
-        """Block until the scheduler's host has acknowledged this process within the last half of the node timeout. An isolated
-        process, whose rank may have been reassigned, therefore waits before it writes a checkpoint. Return immediately without
-        a node timeout or if heartbeats are disabled."""
+        """Block while the scheduler's host has not acknowledged this process for more than half of the node timeout, because
+        the rank may have been reassigned. Return immediately without a node timeout or if heartbeats are disabled."""
         limit = self._settings.node_timeout_s / 2  # half, because its agent may be declared dead earlier
         if limit <= 0 or self._settings.disable_heartbeat or self._loop is None or self._runtime is None:
             return
@@ -267,8 +265,8 @@ class MembershipThread:
         return await self._runtime.query_since_last_heard_s()
 
     def send_to_scheduler(self, message: Message) -> None:
-        """Send a message; drop it if there is no connection. The newest reports of a heal are sent again after a reconnect in
-        the same generation."""
+        """Send a message; drop it if there is no connection. The newest `SafePointReport`, `CollectiveFailed` and `RankResumed`
+        are sent again after a reconnect in the same generation."""
         if isinstance(message, SafePointReport | CollectiveFailed | RankResumed):
             self._last_reports[type(message)] = message
         self._send_threadsafe(message)
@@ -303,7 +301,7 @@ class MembershipThread:
             return self._rendezvous_values[key]
 
     def has_rendezvous(self, key: str) -> bool:
-        """Return whether the value, requested by `get_rendezvous`, was received in the present generation."""
+        """Return whether the value of `key`, requested by `get_rendezvous`, was received in the present generation."""
         with self._changed:
             return key in self._rendezvous_values
 
@@ -402,7 +400,6 @@ class MembershipThread:
             self._end_process(end)
 
     def _end_process(self, end: EndMembership) -> None:
-        """Exit because the membership has ended while the program still runs, perhaps blocked in a collective."""
         code = exit_code_of(end)
         log.log(40 if code else 20, "this node exits: %s", end.reason)
         flush_and_exit(code)
@@ -418,7 +415,6 @@ class MembershipThread:
             self._loop.call_soon_threadsafe(self._runtime.try_send, message)
 
     def _after_fork_in_child(self) -> None:
-        """Close the connection and restore SIGTERM in a forked child (a data loader's worker)."""
         self._process_exit.after_fork_in_child()
         descriptor = self._runtime.connection_fd() if self._runtime is not None else -1
         if descriptor >= 0:
@@ -434,8 +430,9 @@ def exit_code_of(end: EndMembership) -> int:
 
 
 def scheduler_address(settings: Settings) -> SchedulerAddress:
-    """Return the scheduler's address with the credentials for it; in a child of its agent, with the relay's path instead.
-    Raises `CoveyError` if MS_WORKER_IP is of another IP version than the scheduler, or the credentials are not usable."""
+    """Return the scheduler's address with the credentials for it; in a child of an agent of that scheduler, with the relay's
+    path instead. Raises `CoveyError` if MS_WORKER_IP is of another IP version than the scheduler, or the credentials are not
+    usable."""
     (host, port), *others = address.split_list(settings.sched_host, settings.sched_port)
     if settings.worker_ip:
         scheduler_version = address.ip_version(host)

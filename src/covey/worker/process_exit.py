@@ -1,7 +1,7 @@
-"""Exit of a process that has joined a cluster: by the end of its program, an exception, or SIGTERM.
+"""Exit of a process that has joined a cluster: hooks that report the exit code and the reason to the scheduler.
 
-In these cases the process reports its exit code and the reason to the scheduler before it exits. Unless the program has its own
-handler, SIGTERM also ends a process whose main thread is blocked in a collective.
+They run at the end of the program, after an uncaught exception, and on SIGTERM unless the program has its own handler. SIGTERM
+then also ends a process whose main thread is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ProcessExit:
         self._signal_mask: set[signal.Signals | int] = set()
 
     def install_hooks(self, loop: AbstractEventLoop) -> None:
-        """Install the SIGTERM handler, and hooks for uncaught exceptions, `sys.exit` and the interpreter's exit. `loop` is the
-        membership thread's."""
+        """Install hooks for uncaught exceptions, `sys.exit` and the interpreter's exit, and, if possible, a SIGTERM handler.
+        `loop` is the membership thread's."""
         self._loop = loop
         self._install_signal_handler(loop)
         self._install_exit_hooks()
@@ -105,8 +105,6 @@ class ProcessExit:
         return exception_record.describe(error, trace, self._node.progress, loop=self._node.leaves_at_step_boundary)
 
     def _report_error(self, error: ScriptError | None) -> None:
-        """Report the exception to the container's supervisor, if there is one, and to the agent in a file. Without an agent,
-        keep it for the leave request. No effect for None, and in a forked child."""
         if error is None or os.getpid() != self._pid:
             return
         container_supervisor.record_error(error)
@@ -126,12 +124,11 @@ class ProcessExit:
     # -- signals -----------------------------------------------------------------------------------------------------
 
     def _install_signal_handler(self, loop: AbstractEventLoop) -> None:
-        """Handle SIGTERM as a planned leave. The loop's thread is woken even if the main thread is blocked in a collective. No
-        handler is installed outside the main thread, or if the program has its own handler or wakeup descriptor."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
+        # A signal wakes the loop's thread even if the main thread is blocked in a collective.
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -143,16 +140,13 @@ class ProcessExit:
         loop.call_soon_threadsafe(loop.add_reader, reader, self._on_wakeup_fd, reader)
 
     def _on_sigterm(self, *_: object) -> None:
-        """Raise `SystemExit` in the main thread. No effect if the program has ended, or has a covey.Loop, which leaves at a
-        step boundary."""
-        if not self._node.leaves_at_step_boundary and not self._program_ended:
+        if not self._node.leaves_at_step_boundary and not self._program_ended:  # a covey.Loop leaves at a step boundary
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not disturb the exit
             self._exit_code, self._exit_reason = SIGTERM_EXIT_CODE, "asked to leave (SIGTERM)"
             raise SystemExit(self._exit_code)
 
     def _on_wakeup_fd(self, reader: socket.socket) -> None:
-        """Handle the first SIGTERM in the membership thread: exit when the grace period is over. Unless the program has a
-        covey.Loop or is leaving already, also send the leave request and check later whether the main thread is blocked."""
+        """Handle the first SIGTERM in the membership thread, which runs even if the main thread is blocked."""
         if signal.SIGTERM in reader.recv(64) and not self.exit_requested:
             assert self._loop is not None
             self.exit_requested = True
@@ -162,15 +156,14 @@ class ProcessExit:
             self._loop.call_later(self._grace_s, flush_and_exit, SIGTERM_EXIT_CODE)
 
     def _exit_if_stuck(self) -> None:
-        """Exit unless the main thread has begun to exit with code 143. It may be blocked, for example in a collective."""
-        if self._exit_code != SIGTERM_EXIT_CODE:
+        if self._exit_code != SIGTERM_EXIT_CODE:  # the main thread has not begun to exit
             flush_and_exit(SIGTERM_EXIT_CODE)
 
     # -- forks of this process (a data loader's workers) -------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """Block SIGTERM during the fork. The child inherits the wakeup socket, by which the parent would handle the child's
-        signal."""
+        """Block SIGTERM during the fork, because the child inherits the wakeup socket, by which the parent would handle the
+        child's signal."""
         self._signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def after_fork_in_parent(self) -> None:

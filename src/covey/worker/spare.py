@@ -17,7 +17,8 @@ def is_spare() -> bool:
 
 
 def calling_script_line() -> str:
-    """Return "file:line" of the innermost frame outside covey, with the file's name only; "an unknown line" without one."""
+    """Return "file:line" of the innermost frame outside covey, with the file's name only; "an unknown line" if there is
+    none."""
     package_path, frame = str(Path(__file__).parents[1]), _calling_frame()
     while frame is not None and frame.f_code.co_filename.startswith(package_path):
         frame = frame.f_back

@@ -161,10 +161,8 @@ class _SchedulerHost:
         self._agent.hosts_scheduler = True
 
     async def stand_by(self) -> None:
-        """Wait until the joined scheduler is gone, then start one here from its journal.
-
-        Continue to wait while the address cannot be bound or the journal cannot be resumed (`has_resumable_journal`).
-        """
+        """Wait until the joined scheduler is gone and its address and journal can be used here; then start a scheduler from its
+        journal."""
         journal_dir = Path(self._plan.or_join)
         while True:
             await asyncio.sleep(STANDBY_POLL_S)
@@ -185,7 +183,7 @@ class _SchedulerHost:
 
 
 def _default_job_name(plan: RunPlan) -> str:
-    """Return the command, which is used as the name of a job that has none. Arguments that are not UTF-8 are escaped."""
+    """Return the command as one line. Arguments that are not UTF-8 are escaped."""
     return " ".join(word if is_utf8_text(word) else ascii(word) for word in plan.command)
 
 
@@ -195,16 +193,15 @@ def is_utf8_text(text: str) -> bool:
 
 
 def _print_message(plan: RunPlan, message: str, **fields: object) -> None:
-    """Print a message of covey on stdout; with --json, as a line of JSON together with `fields`."""
     as_json = msgspec.json.encode({"message": message, **fields}).decode() if plan.as_json else ""
     write_line(as_json or f"covey: {escape_unprintable(message)}", sys.stdout)
 
 
 def _report_outcome(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], printed: set[tuple[str, str]]) -> int:
-    """Print how the run ended, a failure with its report on stderr, and return the exit code.
+    """Print how the run ended, with a report of its failure on stderr, and return the exit code.
 
-    The code is 128 + the first received signal if the run was interrupted and did not succeed, else the outcome's. A traceback
-    whose cause is in `printed` is on stdout already; it is not repeated if stderr is the same file.
+    The code is 128 + the first received signal if the run was interrupted and did not succeed, else the outcome's. `printed`
+    has the causes of exceptions whose traceback is on stdout already.
     """
     code = 128 + interrupted[0] if interrupted and outcome.code else outcome.code
     if outcome.code == 0:
@@ -221,10 +218,10 @@ def _report_outcome(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], 
 
 
 def _bind_sockets(plan: RunPlan) -> ListeningSockets | None:
-    """Bind and return listening sockets for a scheduler on this host; return None if the agent shall join one elsewhere.
+    """Bind the first address that is local and free for a scheduler; return None if the agent shall join another scheduler.
 
-    The first address that is local and free is used. Raise UsageError if an address is not usable, or if a given REST port is
-    in use. Raise it also if no address is free, all workers run here and --or-join is not given.
+    Raise UsageError if an address is not usable or a given REST port is in use. Raise it also if no address is free, all
+    workers run here and --or-join is not given.
     """
     if plan.loaded.settings.role is Role.WORKER or not plan.local_workers:
         return None  # MS_ROLE=MS_WORKER: the scheduler is in another pod; or only spares run here
@@ -248,9 +245,8 @@ def _prepare_scheduler_access(
 ) -> tuple[SchedulerAddress, dict[str, str], credentials.Credentials]:
     """Return the scheduler's address with its secret, the environment of child processes, and the credentials.
 
-    If no secret is configured or found, a scheduler of a single-host run gets a random one. With --tls, missing passwords are
-    completed (`_prompt_for_passwords`). Raise UsageError if secret or TLS files are not usable, and StoreError if the user's
-    secret file cannot be created.
+    If no secret is configured or found, a scheduler of a single-host run gets a random one. Raise UsageError if secret or TLS
+    files are not usable, and StoreError if the user's secret file cannot be created.
     """
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     (host, port), *others = address.split_list(plan.master_host, plan.master_port)
@@ -291,7 +287,6 @@ def variables_from_options(loaded: LoadedSettings) -> dict[str, str]:
 
 
 def _prompt_for_passwords(settings: Settings) -> Settings:
-    """Return the settings with the passwords of the p12 files. Prompt for missing ones if stdin is a terminal."""
     found = {}
     for side in ("server", "client"):
         value = getattr(settings, f"tls_{side}_password")
@@ -337,16 +332,13 @@ def _make_agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
 
 
 def _expand_log_name(plan: RunPlan) -> str:
-    """Return --worker_log_name with its placeholders replaced."""
     name = plan.worker_log_name.replace("{hostname}", socket.gethostname())
     return name.replace("{ip}", local_address_for(address.strip_brackets(plan.master_host))) if "{ip}" in name else name
 
 
 def guess_imports(plan: RunPlan) -> list[str]:
-    """Return modules that the template shall import before it forks, guessed from the script's text; [] if nothing is forked.
-
-    The text of a module (-m) is not read.
-    """
+    """Return modules that the template imports before it forks workers, guessed from the script's text; [] if no worker is
+    forked."""
     if not plan.is_python or plan.start != "fork":
         return []
     text = ""
@@ -364,11 +356,6 @@ def guess_imports(plan: RunPlan) -> list[str]:
 
 
 def _assign_cores(plan: RunPlan) -> dict[int, list[int]]:
-    """Return the cores of each local rank for --bind_core: equal shares, or the named ones; {} without the option.
-
-    Equal shares are of the cores that this process may use; if there are more workers than cores, workers share a core. Cores
-    of the scheduler are ignored.
-    """
     if isinstance(plan.bind_core, dict):
         named = {name: cores for name, cores in plan.bind_core.items() if name.startswith("device")}
         return {int(name.removeprefix("device")): cores for name, cores in named.items()}
@@ -383,7 +370,7 @@ def _install_signal_handlers(agent: Agent, display: ThreadedDisplay) -> list[int
     """Install the handlers of `END_SIGNALS` and return the list to which they append received signals.
 
     The first signal stops the whole cluster gracefully if it is SIGINT, and drains this host if it is SIGTERM or SIGHUP. Every
-    later signal kills this host's children and ends the run here. A signal that is ignored at the start stays ignored.
+    later signal kills this host's children and ends the run here.
     """
     received: list[int] = []
 
@@ -405,10 +392,8 @@ def _install_signal_handlers(agent: Agent, display: ThreadedDisplay) -> list[int
 
 
 def _install_pause_handler(agent: Agent, host: _SchedulerHost) -> None:
-    """Make Ctrl-Z suspend this process with its workers, parameter servers and schedulers. `fg` and `bg` continue them.
-
-    If only this process were suspended, the scheduler would declare the host lost.
-    """
+    """Make Ctrl-Z suspend this process with its workers, parameter servers and schedulers: if only this process were suspended,
+    the scheduler would declare the host lost."""
 
     def on() -> None:
         agent.signal(signal.SIGSTOP)

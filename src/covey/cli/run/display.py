@@ -1,7 +1,5 @@
-"""Output of `covey run` and `covey top`: a live table on a terminal, else plain lines; and the echoed output of ranks.
-
-The node table and the reader of growing files are used by other commands too.
-"""
+"""Display of `covey run` and `covey top`: a live table or plain lines, and echoed logs; also the node table and log reader of
+other commands."""
 
 from __future__ import annotations
 
@@ -41,10 +39,10 @@ class LineFilter(Protocol):
 
 
 class LiveDisplay:
-    """Display of a cluster's changes, its messages and the echoed logs, from `open` until `close`.
+    """Display of a cluster's changes, messages and echoed logs, from `open` until `close`.
 
-    With `live`, without `as_json` and on a terminal there is a live table below the lines. A scheduler that is starting or lost
-    has `reconnect_timeout_s` seconds to reply.
+    There is a live table below the lines if `live` is True, `as_json` is False and stdout is a terminal. `reconnect_timeout_s`
+    limits the seconds for which the scheduler may be unreachable.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class LiveDisplay:
     async def follow_until_ended(self) -> None:
         """Open, follow a running cluster until it has ended, and close.
 
-        Raise PeerError if its scheduler stays unreachable, UsageError if it refuses because too many clients follow the view.
+        Raise PeerError if the scheduler stays unreachable, and UsageError if it refuses.
         """
         self.open()
         assert self._follow_task is not None
@@ -112,7 +110,7 @@ class LiveDisplay:
     def _print_line(self, text: str) -> None:
         """Print a line, above the live table if there is one. If that fails, discard this and all further output.
 
-        Without a table and with a finite `reconnect_timeout_s`, raise OSError instead.
+        Without a table and with a finite `reconnect_timeout_s` (`covey top`), raise OSError instead.
         """
         if self._live_table is None and self._reconnect_timeout_s < math.inf:
             return print(text, flush=True)  # covey top exits on a broken pipe; a run continues
@@ -139,10 +137,6 @@ class LiveDisplay:
             self._tail_tasks[path] = asyncio.create_task(follow())
 
     async def _follow_view(self) -> None:
-        """Show views until the cluster has ended. Reconnect to a scheduler that is starting or lost.
-
-        Raise PeerError if it stays unreachable for `reconnect_timeout_s`, UsageError if it refuses.
-        """
         clock = asyncio.get_running_loop().time
         seen_at = clock()
         while True:
@@ -205,7 +199,8 @@ class ThreadedDisplay:
         self._loop.call_soon_threadsafe(self._display.echo_log, path, rank, prefix, offset, line_filter)
 
     async def close(self) -> None:
-        """Close the display, which prints what is left, then stop the thread. Does not return while stdout is blocked."""
+        """Close the display, which prints the rest of the logs, then stop the thread. This does not return while stdout is
+        blocked."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._display.close(), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -243,9 +238,9 @@ def render_cluster(view: ClusterView, rows: int) -> Group:
 
 
 def render_node_table(view: ClusterView, rows: int = ROWS_MAX) -> Table:
-    """Return the table of at most `rows` nodes, without the scheduler, by role and rank.
+    """Return the table of at most `rows` nodes, without the scheduler, ordered by role and rank.
 
-    If there are more, nodes that are not alive and low ranks are preferred, and the caption has the number of the others.
+    If there are more nodes, those that are not alive and low ranks are preferred, and the caption counts the omitted nodes.
     """
     from rich.table import Table
     from rich.text import Text
@@ -292,8 +287,7 @@ class LogTail:
     def read(self, *, end: bool = False) -> list[str]:
         """Return the complete lines since the last call; with `end`, also an incomplete last line. The file may be missing.
 
-        A file that has become shorter is read again from its beginning. Bytes that are not UTF-8 are replaced. Raise OSError if
-        the file cannot be read.
+        A file that has become shorter is read again from its beginning. Bytes that are not UTF-8 are replaced.
         """
         found: list[bytes] = []
         if self._path.is_file():
@@ -311,7 +305,7 @@ class LogTail:
 
 
 async def follow_file(path: str, line: Callable[[str], None], closing: Callable[[], bool], offset: int = 0) -> None:
-    """Call `line` for each line of a file from this byte offset, as it grows.
+    """Call `line` for each line of a file from this byte offset, as the file grows.
 
     When `closing` returns True, read the rest, also an incomplete last line, and return.
     """

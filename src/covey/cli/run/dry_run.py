@@ -11,7 +11,7 @@ from covey.transport import address
 
 
 def describe_plan(plan: RunPlan) -> str:
-    """Return the description: one section per topic, such as workers, scheduler, command and logs; empty ones are omitted."""
+    """Return the description of a plan, one section per topic; empty sections are omitted."""
     sections = [
         ("workers", _describe_workers(plan)),
         ("scheduler", [_describe_scheduler(plan)]),
@@ -35,7 +35,7 @@ def describe_plan(plan: RunPlan) -> str:
 
 
 def worker_variables(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return the main variables of this host's workers with their values. An entry may name several variables.
+    """Return the main variables of this host's workers, with their values; one entry may name several variables.
 
     The ranks of several workers are a range such as 0..3. A value that is not known yet is a text in parentheses.
     """
@@ -104,7 +104,6 @@ def _describe_logs(plan: RunPlan) -> str:
 
 
 def _describe_echo(plan: RunPlan) -> list[str]:
-    """Return a line for each local rank of --tee, one for --tail_worker_log and one for --local-ranks-filter, if given."""
     streams = {1: "stdout", 2: "stderr", 3: "stdout and stderr"}
     lines = [f"{streams[which]} of local rank {rank}" for rank, which in plan.tee.items()]
     if plan.tail_ranks:
@@ -123,7 +122,6 @@ def _describe_cores(plan: RunPlan) -> list[str]:
 
 
 def _describe_settings(plan: RunPlan) -> list[str]:
-    """Return the settings that were given, even if equal to the default, with their origin; "(set)" stands for a secret."""
     return [
         f"{variable}={value} (from {origin})" if origin != variable else f"{variable}={value}"
         for variable, value, origin, _ in settings_table(plan.loaded)

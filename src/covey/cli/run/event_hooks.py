@@ -65,10 +65,10 @@ class EventHooks:
         self._tasks = [asyncio.create_task(self._follow_events()), asyncio.create_task(self._deliver_queued())]
 
     async def close(self, outcome: RunOutcome, at: float) -> None:
-        """Deliver the queued events and then the exit, which was `at` (seconds since 1970).
+        """Deliver the queued events and then the event "exit", with the time `at` (seconds since 1970).
 
-        Wait at most a fifth of `CLOSE_TIMEOUT_S` for the last events of the cluster, then at most `CLOSE_TIMEOUT_S` for the
-        delivery; events that are then left are dropped.
+        Wait first at most `CLOSE_TIMEOUT_S` / 5 for the last events of the cluster, then at most `CLOSE_TIMEOUT_S` for the
+        delivery. Events that are left then are dropped.
         """
         follow, deliver = self._tasks
         with contextlib.suppress(TimeoutError):

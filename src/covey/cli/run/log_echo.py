@@ -20,10 +20,9 @@ TRACEBACK_STARTS: Final = ("Traceback (most recent call last):", '  File "', "  
 
 
 class LogEcho:
-    """Callback of the agent: when workers start, begin to echo the logs that `select_echoed_streams` selects.
+    """Callback of the agent that starts to echo the logs of new workers, as `select_echoed_streams` selects.
 
-    By default one log is echoed; when its worker is not here any more, another one. The log of a worker that ran before is
-    echoed from its current end. If several logs are selected, the prefix of a line is the worker's rank when its echo began.
+    By default one log is echoed; when its worker is no longer on this host, another one.
     """
 
     def __init__(self, plan: RunPlan, display: ThreadedDisplay, agent: Agent) -> None:
@@ -57,8 +56,8 @@ class LogEcho:
 class TracebackFilter:
     """Filter that drops the traceback of an uncaught exception whose cause is already in `printed`.
 
-    A script that fails on several ranks prints the same traceback on each. `newest` returns the newest exception that the log's
-    worker has reported. Only lines that are equal to its traceback are dropped.
+    `newest` returns the newest exception that the worker of this log has reported. A script that fails on several ranks would
+    print the same traceback for each of them.
     """
 
     def __init__(self, newest: Callable[[], ScriptError | None], printed: set[tuple[str, str]]) -> None:
@@ -66,7 +65,7 @@ class TracebackFilter:
         self._held_lines: list[str] = []  # lines that may be the beginning of such a traceback
 
     def feed(self, line: str) -> list[str]:
-        """Add a line and return the lines to print now. Lines that may begin a reported traceback are held."""
+        """Add a line and return the lines to print now. Lines that may begin a reported traceback are held back."""
         if not self._held_lines and not line.startswith(TRACEBACK_STARTS):
             return [line]
         error = self._newest_error()
@@ -82,7 +81,7 @@ class TracebackFilter:
         return held
 
     def flush(self) -> list[str]:
-        """Return the lines that are still held, at the end of the log, and forget them."""
+        """Return the lines that are still held back, at the end of the log, and forget them."""
         held, self._held_lines = self._held_lines, []
         return held
 

@@ -1,8 +1,8 @@
 """Options of `covey run`: the table, the parser of the command line, and `--help`.
 
-The table contains the options of msrun and torchrun; a few of torchrun's are refused. A long option may be written with dashes
-or underscores, its value after a space or after "=". Options end at the script; later arguments belong to the script. As with
-torchrun, its options can also be set by variables (`PET_NNODES` for `--nnodes`). Kubernetes operators for PyTorch set these.
+The table includes options of msrun and torchrun; a few of torchrun's are refused. A long option may be written with dashes or
+underscores, its value after a space or after "=". Options end at the script; later arguments belong to the script. torchrun's
+options can also be set by its variables, such as `PET_NNODES` for `--nnodes`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _parse_host_range(text: str) -> tuple[int, int]:
 
 
 def _parse_endpoint(text: str) -> tuple[str, int]:
-    """Return host and port of HOST or HOST:PORT; port 0 if none is given. Raise ValueError if the text is malformed.
+    """Return host and port of HOST or HOST:PORT; port 0 if none is given.
 
     An IPv6 address must be in brackets, because its end could be taken for a port. For a list with commas, in which every entry
     needs a port, return the list in the form of MS_SCHED_HOST, and the first port.
@@ -91,7 +91,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_cores(text: str) -> Cores:
-    """Parse True, False or {"device0": ["0-10", "12"], "scheduler": ["11"]}: cores by local rank. Raise ValueError.
+    """Parse True, False or cores by local rank such as {"device0": ["0-10", "12"], "scheduler": ["11"]}.
 
     The scheduler's cores are accepted, because msrun accepts them, and have no effect.
     """
@@ -115,7 +115,7 @@ def _parse_core_range(text: str) -> range:
 
 
 def _parse_streams(text: str) -> Streams:
-    """Parse "3" (streams of every local rank) or "0:1,1:2" (streams by local rank). Raise ValueError."""
+    """Parse "3" (streams of every local rank) or "0:1,1:2" (streams by local rank)."""
     stream = make_int_parser(0, 3)
     if ":" not in text:
         return {ALL_RANKS: stream(text)}
@@ -150,7 +150,7 @@ def _parse_hook(text: str) -> str:
 
 
 def _parse_nonempty_path(text: str) -> str:
-    """Return a path. An empty one raises ValueError, because an unset shell variable must not turn the option off silently."""
+    """Refuse an empty path, because an unset shell variable must not turn the option off silently."""
     if not text.strip():
         raise ValueError(text)
     return parse_path(text)
@@ -361,10 +361,10 @@ OPTION_BY_VARIABLE: dict[str, Option] = {
 
 
 class OptionReader:
-    """Options read so far.
+    """Reader of options, from the command line and from torchrun's variables.
 
-    `given_options` has them as typed, by field; `values` the parsed values of those that are not settings; `remarks` sentences
-    about options without effect.
+    `given_options` has the options as typed, by field; `values` has the parsed values of options that are not settings;
+    `remarks` has sentences about options without effect.
     """
 
     def __init__(self) -> None:
@@ -376,8 +376,8 @@ class OptionReader:
     def add_option(self, option: Option, typed: str, text: str) -> None:
         """Add an option with its value ("" for a switch). For --help, only set `help_requested`.
 
-        Raise UsageError if the option is not supported, its value is invalid or it contradicts another one. `load_settings`
-        checks the values of settings later.
+        Raise UsageError if the option is not supported, its value is invalid or it contradicts another option. The values of
+        settings are not checked here.
         """
         if option.refusal:
             raise UsageError(f"{typed} is not supported: {option.refusal}.")
@@ -469,10 +469,7 @@ def parse_command_line(
 
 
 def _split_option(word: str) -> tuple[str, Option, str | None]:
-    """Return the option as typed, the option, and the value in the same word (--tee=3, -t3); None if it has no value.
-
-    Raise UsageError for an unknown option, or for a switch with a value.
-    """
+    """Return the option as typed, its row, and the value in the same word (--tee=3, -t3); None if the word has no value."""
     if word.startswith("--"):
         typed, equals, after = word.partition("=")
         text = after if equals else None
@@ -491,10 +488,7 @@ def _split_option(word: str) -> tuple[str, Option, str | None]:
 
 
 def _take_value(option: Option, typed: str, words: deque[str]) -> str:
-    """Remove the option's value from `words` and return it. Raise UsageError if it is missing.
-
-    Remove nothing and return "" for a switch, and "True" if the value is optional and the next word is not one.
-    """
+    """Remove the option's value from `words` and return it; "" for a switch, "True" if an optional value is omitted."""
     if not option.metavar:
         return ""
     if option.metavar.startswith("["):
@@ -505,8 +499,7 @@ def _take_value(option: Option, typed: str, words: deque[str]) -> str:
 
 
 def _is_option_value(option: Option, word: str) -> bool:
-    """Return whether the word is the value of an option whose value is optional. True also for malformed JSON, so that its
-    error is reported."""
+    """Return whether the word can be the value of this option. True also for malformed JSON, so that its error is reported."""
     if option.kind is None:
         return False
     try:

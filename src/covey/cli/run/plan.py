@@ -1,7 +1,6 @@
-"""Plan of `covey run`: number of workers on each host, address of the scheduler, command of the workers.
+"""Plan of `covey run` on this host: number of workers here and in total, address of the scheduler, command of the workers.
 
-`make_run_plan` is a pure function. It raises UsageError for a contradiction. The plan has remarks about some options and
-variables that are ignored or overridden.
+`make_run_plan` is a pure function of options, settings and environment.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Streams = dict[int, int]  # local rank or ALL_RANKS → 0 none, 1 stdout, 2 stde
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Parsed options that are not settings; contradictions are not checked yet. `RunPlan` explains the other fields."""
+    """Parsed options that are not settings; contradictions are not checked yet. `RunPlan` explains most of the fields."""
 
     local: int | None = None  # workers on this host; 0: only spares, None: not given
     per_host: PerHost | None = None  # --nproc-per-node; None: not given
@@ -116,7 +115,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorldSize(msgspec.Struct, frozen=True):
-    """Number of workers (initial, maximum, on this host) and of hosts, and the index of this host, as in `RunPlan`."""
+    """Numbers of workers and hosts, and the index of this host; the fields are explained in `RunPlan`."""
 
     world: int
     world_max: int
@@ -155,7 +154,7 @@ def make_run_plan(
 ) -> RunPlan:
     """Return the plan. Raise UsageError if options, settings and environment contradict each other, or without a script.
 
-    Slurm's variables are ignored with --standalone, with a given scheduler host, and if --nnodes has another number of hosts.
+    Slurm's variables are ignored with --standalone, with a given scheduler host, and if --nnodes differs from the job step.
     """
     is_independent = options.standalone or loaded.origins["sched_host"] != "default"
     step = None if is_independent else slurm.read_slurm_step(environ)
@@ -212,10 +211,7 @@ def make_run_plan(
 
 
 def _plan_world_size(request: PlanInputs) -> WorldSize:
-    """Return the sizes; a number that is not given is derived from the others and from the Slurm step.
-
-    Raise UsageError if the given numbers disagree or exceed the limits.
-    """
+    """Return the sizes; a number that is not given is derived from the others and from the Slurm step."""
     world, local, nnodes = _given_world_size(request), _given_local_workers(request), _given_hosts(request)
     if request.options.local == 0:
         if not (world and request.loaded.settings.spares):
@@ -249,10 +245,6 @@ def _plan_world_size(request: PlanInputs) -> WorldSize:
 
 
 def _max_world_size(request: PlanInputs, world: int, local: int) -> int:
-    """Return the maximum world size: by the range of --nnodes, else COVEY_WORKER_MAX if that is not 0, else `world`.
-
-    Raise UsageError if COVEY_WORKER_MAX is used and less than `world`.
-    """
     hosts = request.options.nnodes or (1, 1)
     if hosts[1] > hosts[0]:
         return world + (hosts[1] - hosts[0]) * local
@@ -270,10 +262,6 @@ def _given_world_size(request: PlanInputs) -> int:
 
 
 def _given_local_workers(request: PlanInputs) -> int:
-    """Return the number of workers on this host that an option or MS_LOCAL_WORKER gives, else 0.
-
-    Raise UsageError if --nproc-per-node contradicts --local, or is gpu and this host has none.
-    """
     options = request.options
     if options.per_host is None:
         return options.local or request.loaded.settings.local_worker
@@ -290,7 +278,6 @@ def _given_local_workers(request: PlanInputs) -> int:
 
 
 def _given_hosts(request: PlanInputs) -> int:
-    """Return the minimum number of hosts by --nnodes, --standalone (1) or the Slurm step; 0 if none of them is given."""
     if request.options.nnodes is not None:
         return request.options.nnodes[0]
     if request.options.standalone:
@@ -367,11 +354,7 @@ def _check_spares(request: PlanInputs) -> None:
 
 
 def _resolve_command(command: list[str], options: RunOptions) -> tuple[list[str], bool, bool]:
-    """Return the command, whether it is a module, and whether it is Python (else a program).
-
-    With --framework, that is covey's launcher module with the script as argument. Raise UsageError if there is no command, or
-    if the options contradict it.
-    """
+    """Return the command, whether it is a module, and whether it is Python (else a program)."""
     words, module, python = _unwrap_interpreter(command, module=options.module, no_python=options.no_python)
     if not options.framework:
         return words, module, python
@@ -383,9 +366,8 @@ def _resolve_command(command: list[str], options: RunOptions) -> tuple[list[str]
 def _unwrap_interpreter(words: list[str], *, module: bool, no_python: bool) -> tuple[list[str], bool, bool]:
     """Return the command without a leading "python" or "python3"; the other results are those of `_resolve_command`.
 
-    "pytest" is run as a module. Another interpreter, such as python3.12 or one with a path, is run as a program, and so is
-    "python" with an option other than -m. With -m or --no-python the command is returned unchanged. Raise UsageError if it is
-    empty, or if both options are given.
+    Another interpreter, such as python3.12 or one with a path, is run as a program, and so is "python" with an option other
+    than -m.
     """
     if not words:
         raise UsageError("No script is given: use covey run [options] train.py [its arguments].", ExitCode.BAD_SCRIPT)

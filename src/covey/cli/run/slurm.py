@@ -1,6 +1,6 @@
 """Number of hosts, index of this host and address of the scheduler in a Slurm job step (`srun covey run`).
 
-Outside a job step Slurm's variables are not used, because a batch script runs on one host only.
+Outside a job step, where a batch script runs on one host, Slurm's variables can only cause a remark.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PORT_RANGE = range(10_000, 30_000)  # below the ephemeral ports (Linux: from 327
 
 
 class SlurmStep(msgspec.Struct, frozen=True):
-    """A job step as seen by one of its tasks. Every task is a `covey run`, and so an agent."""
+    """A Slurm job step as seen by one of its tasks, each of which is a `covey run` with its own agent."""
 
     agents: int  # one per host, or one per task if there are more tasks than hosts
     agent_index: int  # of this task, from 0
@@ -74,7 +74,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def _split_nodelist(nodelist: str) -> list[str]:
-    """Split at commas outside brackets. Raise ValueError if a part is empty or a bracket is not closed."""
+    """Split at commas outside brackets."""
     parts = re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist)
     if ",".join(parts) != nodelist:
         raise ValueError(nodelist)
@@ -94,7 +94,7 @@ def _expand_part(part: str) -> list[str]:
 
 
 def _expand_numbers(inside: str) -> list[str]:
-    """Return 01, 02, 03 and 7 for "01-03,7": leading zeros are kept. Raise ValueError for another form or an invalid range."""
+    """Return 01, 02, 03 and 7 for "01-03,7": leading zeros are kept."""
     numbers: list[str] = []
     for item in inside.split(","):
         found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
@@ -109,7 +109,6 @@ def _expand_numbers(inside: str) -> list[str]:
 
 
 def _first_set_variable(environ: Mapping[str, str], *variables: str) -> tuple[str, str]:
-    """Return the first variable that is set and not empty, and its value. Raise UsageError if there is none."""
     for variable in variables:
         if environ.get(variable):
             return variable, environ[variable]

@@ -1,7 +1,7 @@
-"""The state machines of a training cluster: the scheduler's and a node's, and the pure functions that they use.
+"""State machines of a training cluster (the scheduler's and a node's), its view for clients, and the faults of `covey chaos`.
 
-The scheduler's machine is composed of parts. Each part owns its fields, and its module has the decisions about them.
-`scheduler_machine` constructs the parts; a part may call those constructed before it.
+The scheduler's machine is composed of parts that own their fields. `scheduler_machine` constructs the parts; a part may call
+those constructed before it.
 
     `scheduler_machine`   step(event, now): dispatches events, messages, requests and ticks; restores from the journal
     `state`               Step, Outbox (effects in order), Lifecycle (phase, generation), ClusterState (what decisions read)

@@ -1,8 +1,8 @@
-"""Detection of silent and stuck members. Time in which the scheduler was suspended is not counted.
+"""Detection of silent agents, silent members and stuck ranks.
 
 A member is suspect after half the node timeout without a heartbeat, and dead after the full node timeout. An agent that is
 silent for the full node timeout is lost with its children. A rank that makes no progress for `stuck_s`, while the others wait
-for it in a collective, is stuck and declared dead.
+in a collective, is stuck and declared dead. Time in which the scheduler was suspended is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUSPENSION_S = 1.0  # ticks come several times a second; a longer gap between tw
 
 
 class FailureDetector:
-    """Checks of heartbeats and progress, made on ticks. Owns the time of the last tick."""
+    """Checks of heartbeats and progress, made on ticks."""
 
     def __init__(self, base: BaseParts, barrier: HealBarrier, shutdown: Shutdown, recovery: Recovery, now: float) -> None:
         self._settings, self._lifecycle = base.settings, base.lifecycle
@@ -28,10 +28,7 @@ class FailureDetector:
         self._last_tick_at = now
 
     def take_suspension_s(self, step: Step) -> float:
-        """Return the seconds since the last tick if this process was suspended, else 0. Publish the suspension.
-
-        A gap of more than `SUSPENSION_S` between two ticks counts as a suspension.
-        """
+        """Return the seconds since the last tick, and publish a suspension, if they exceed `SUSPENSION_S`; else return 0."""
         gap, self._last_tick_at = step.now - self._last_tick_at, step.now
         if gap <= SUSPENSION_S:
             return 0.0
@@ -39,10 +36,7 @@ class FailureDetector:
         return gap
 
     def check_heartbeats(self, step: Step) -> None:
-        """Declare silent agents dead with their children, and silent members suspect, then dead.
-
-        Do nothing if heartbeats are disabled or the node timeout is unlimited.
-        """
+        """If heartbeats are checked, declare silent agents dead with their children, and silent members suspect, then dead."""
         if not self._settings.checks_heartbeats:
             return
         limit = self._settings.node_timeout_s
@@ -68,12 +62,11 @@ class FailureDetector:
                 step.out.publish(member.name, "suspect", f"no heartbeat for {step.now - heard_at:.1f} s", Level.WARNING)
 
     def _is_judged_with_agent(self, member: Member) -> bool:
-        """Return whether the agent's heartbeats decide about this member. True for a child that is not registered, or whose
-        agent is disconnected."""
+        """Return whether no heartbeats of a child are expected: it has not registered, or its agent is disconnected."""
         return bool(member.agent) and (not member.instance_id or not self._members.agents[member.agent].connection)
 
     def check_blocked_collectives(self, step: Step) -> None:
-        """Dump or end a run in which ranks wait for one that finished or left. Otherwise declare stuck ranks dead."""
+        """Dump or end the run if ranks wait for a rank that has finished or left; otherwise declare stuck ranks dead."""
         if self._barrier.count_left_ranks(step):
             self._recovery.on_rank_resumed(step)
         limit, workers = self._settings.stuck_s, self._members.members_in_role(Role.WORKER)

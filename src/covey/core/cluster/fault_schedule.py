@@ -1,8 +1,7 @@
-"""Schedule of the faults that `covey chaos` injects, and the summary of the recoveries that followed.
+"""Choice of the faults that `covey chaos` injects, and a summary of the recoveries that followed.
 
-The next fault is a pure function of the seed, the allowed faults, the view of the cluster, the faults so far and the time.
-Faults that may kill a worker leave the training state on at least one other, and on half of the workers (rounded down). The
-scheduler and the template are not killed so often that covey stops restarting them.
+A worker is killed or stopped only if at least one other, and half of the workers (rounded down), are assumed to keep the
+training state.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ def choose_fault(
 ) -> tuple[PlannedFault | None, str]:
     """Return the next fault and its description; or None and the reason if no fault can be injected now.
 
-    `done` has the faults so far, oldest first, and `at_s` is the time since the start of `covey chaos`. Equal arguments give
-    equal results.
+    `done` has the faults so far, oldest first, and `at_s` is the time since the start of `covey chaos`.
     """
     number = len(done) + 1
     possible = [fault for fault in faults if not _is_too_soon(fault, done, at_s)]
@@ -128,7 +126,7 @@ def summarize_faults(
 
     A recovery belongs to the newest earlier fault at its node, or to the newest earlier fault of all if its node had none. A
     recovery before the first fault is left out. `back_ms` has, by number of fault, the milliseconds until a killed scheduler or
-    template ran again; these have no incidents.
+    template ran again.
     """
     owner = {found.incident.number: _find_causing_fault(found, done) for found in seen}
     rows = []
@@ -177,11 +175,6 @@ def _has_ended(planned: PlannedFault, at_s: float) -> bool:
 
 
 def _list_targets(fault: Fault, view: ClusterView, hit: Collection[tuple[str, int, int]]) -> list[NodeView]:
-    """Return the nodes that the fault may hit, sorted by role, rank and node id.
-
-    A deadly fault hits a worker only if at least one other, and half of the workers (rounded down), keep the training state.
-    Servers are hit only while the cluster is READY and all servers run, and a single server only by faults that are not deadly.
-    """
     if fault is Fault.SCHEDULER:
         return [node for node in view.nodes if node.role is Role.SCHEDULER and node.pid]
     workers = [node for node in view.nodes if node.role is Role.WORKER]
@@ -195,9 +188,7 @@ def _list_targets(fault: Fault, view: ClusterView, hit: Collection[tuple[str, in
 
 
 def _workers_with_state(workers: Sequence[NodeView], hit: Collection[tuple[str, int, int]]) -> list[NodeView]:
-    """Return the running workers that are assumed to hold the training state: their process is not in `hit`, and they have
-    reported a step if any worker has."""
-    steps = any(node.step >= 0 for node in workers)
+    steps = any(node.step >= 0 for node in workers)  # then a worker without a step is assumed to lack the state
     return [
         node
         for node in workers

@@ -1,11 +1,9 @@
 """The heal barrier: the reports of all ranks of a generation, the heal plans computed from them, and the rendezvous store.
 
-In every generation after the first, the ranks report at a safe point which collective they completed last. A safe point is
-inside a collective, or at the end of the script. The plans bring all ranks to the highest of these collectives. A rank that
-completed it can hand over its result. A rank that did not must be blocked in it, because the result depends on every rank. If
-it is blocked in another one, the plans fail. A replacement or joining rank receives the full state. The state of a sharded
-optimizer has one slot for each parameter, distributed over the ranks. The plans list which rank holds which slots, and fail if
-a slot has no holder. If the plans fail, all workers restart from the newest checkpoint, or the run ends.
+In a recovery or resize, each rank reports at a safe point which collective it completed last. A safe point is inside a
+collective, or at the end of the script. The plans bring all ranks to the highest of these collectives: a rank that is behind
+fetches results from a rank that completed it, and a replacement or joining rank fetches the full state. The plans fail if the
+ranks cannot resume, for example because no rank holds a part of a sharded optimizer's state.
 
 Ranks and parameter servers find each other through the rendezvous store: each sets its address and gets those of its peers. The
 store is emptied when a generation after the first begins.
@@ -44,7 +42,7 @@ KEYS_MAX = 1_000_000  # keys of a generation; also the limit of requests that wa
 def make_heal_plans(
     generation: int, reports: Mapping[int, SafePointReport], addresses: Mapping[int, str]
 ) -> dict[int, HealPlan]:
-    """Return the heal plan of each rank; `reports` has one report of each rank.
+    """Return the heal plan of each rank; `reports` has one report of each rank, `addresses` its host's address.
 
     If all ranks have finished, every plan is `done`. If the ranks cannot resume, every plan has the same `failure`. Otherwise
     the ranks that need the state or are behind get a donor, unless every rank needs the state.
@@ -93,7 +91,7 @@ def _number_sort_key(number: CollectiveNumber | None) -> tuple[int, int]:
 
 
 def _divergence_blocker(reports: Mapping[int, SafePointReport], highest: tuple[int, int]) -> str:
-    """Return which rank has not completed the highest collective and waits in another one, as a sentence; "" if none does."""
+    """Return which rank is behind and waits in a collective other than `highest`, as a sentence; "" if none does."""
     for rank, report in sorted(reports.items()):
         behind = not report.needs_state and _number_sort_key(report.completed) < highest
         if behind and report.waiting_in is not None and _number_sort_key(report.waiting_in) != highest:
@@ -108,7 +106,7 @@ def _divergence_blocker(reports: Mapping[int, SafePointReport], highest: tuple[i
 def find_wait_beyond_end(reports: Mapping[int, SafePointReport], waits: Mapping[int, CollectiveNumber]) -> str:
     """Return which rank waits for one that has finished its script, as a sentence; "" if none does.
 
-    `waits` has the collective in which each waiting rank is blocked.
+    `waits` has, by rank, the collective in which a waiting rank is blocked.
     """
     ends = {rank: _number_sort_key(report.completed) for rank, report in reports.items() if report.finished}
     if not ends or not waits:
@@ -136,7 +134,7 @@ def _missing_slots_blocker(reports: Mapping[int, SafePointReport]) -> str:
 
 
 def _choose_donor(rank: int, donors: list[int], addresses: Mapping[int, str], turn: int) -> int:
-    """Return a donor for this rank, with the same address if there is one. Donors are taken in turn, by the number `turn`."""
+    """Return a donor, with the rank's own address if possible. `turn` numbers the calls, so that donors alternate."""
     near = [donor for donor in donors if addresses[donor] == addresses[rank]] or donors
     return near[turn % len(near)]
 
@@ -166,7 +164,7 @@ class RendezvousStore:
         return waited
 
     def add_waiter(self, key: str, connection: int) -> bool:
-        """Add a connection that waits for a value. Return False, and do not add it, if too many wait."""
+        """Add a connection that waits for a value. Return False, and do not add it, if too many connections wait."""
         if self._waiter_count >= self._keys_max:
             return False
         self._waiter_count += 1
@@ -192,10 +190,10 @@ class SafePoint:
     def add_report(
         self, rank: int, report: SafePointReport, world: int, addresses: Callable[[], Mapping[int, str]]
     ) -> dict[int, HealPlan]:
-        """Add a rank's report; return the plans to send, by rank.
+        """Add a rank's report; return the plans to send now, by rank; {}: none.
 
-        Return {} until all ranks have reported, then all plans. For a later report, return that rank's plan again, or all plans
-        when every rank has finished. Return {} if the plans fail although some ranks have resumed.
+        All plans are made when the last rank has reported, and again when the last has finished. A later report returns only
+        that rank's plan. Failed plans are dropped if some ranks have resumed.
         """
         self.reports[rank] = report
         if self.done:
@@ -266,11 +264,11 @@ class HealBarrier:
     # -- agreement ---------------------------------------------------------------------------------------------------
 
     def require_agreement(self) -> None:
-        """Make READY wait for all ranks to resume, if the rendezvous store was ever used."""
+        """Make READY wait for all ranks to resume, unless no rendezvous value was ever set."""
         self.is_pending = True
 
     def require_all_to_resume(self) -> None:
-        """Make READY wait for all ranks to resume. The caller starts a generation."""
+        """Make READY wait for all ranks to resume, even if no rendezvous value was ever set."""
         self.is_pending = self.has_group_met = True
 
     def finish_agreement(self) -> None:
@@ -286,7 +284,7 @@ class HealBarrier:
 
     @property
     def is_agreeing(self) -> bool:
-        """Whether READY must wait for ranks to resume; False if the rendezvous store was never used."""
+        """Whether READY must wait for ranks to resume."""
         return self.is_pending and self.has_group_met and not self.all_resumed
 
     # -- rendezvous --------------------------------------------------------------------------------------------------
@@ -349,10 +347,9 @@ class HealBarrier:
     # -- waits that cannot end ---------------------------------------------------------------------------------------
 
     def count_left_ranks(self, step: Step) -> bool:
-        """Do not wait for ranks that left, if all remaining ranks have finished or resumed.
+        """Stop waiting for ranks that left: count them as finished or resumed if all other ranks have finished or resumed.
 
-        If the remaining ranks have finished, send them `done` plans. If they have resumed, count the ranks that left as resumed
-        too and return True. Otherwise return False.
+        Return whether ranks were counted as resumed. If the others have finished, send them `done` plans.
         """
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = {m.rank for m in workers if m.state is NodeState.LEFT}
@@ -382,7 +379,6 @@ class HealBarrier:
         )
 
     def _find_wait_on_finished_rank(self) -> str:
-        """Return which rank waits for a finished one; "" if none does, or the cluster is not READY."""
         reports = self.safe_point.reports
         if self._lifecycle.phase is not Phase.READY or not any(report.finished for report in reports.values()):
             return ""
@@ -395,7 +391,6 @@ class HealBarrier:
         return find_wait_beyond_end(reports, waits)
 
     def _find_wait_on_left_rank(self, waiting: int, where: str) -> str:
-        """Return which ranks left while all others wait for their reports, or wait in a collective; "" if none did."""
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = [m for m in workers if m.state is NodeState.LEFT]
         unreported = [m for m in left if m.rank not in point.reports]
@@ -406,16 +401,12 @@ class HealBarrier:
         return ""
 
     def _find_wait_to_resume(self, step: Step, limit_s: float) -> str:
-        """Return which ranks left before they resumed, if the wait for that has exceeded the limit; "" otherwise.
-
-        The time is measured from the first call that finds such ranks.
-        """
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in point.resumed]
         if not left or not self.is_pending or point.done or len(point.reports) < len(workers):
             self._resume_deadline = NEVER
         elif limit_s >= 0:
-            self._resume_deadline = min(self._resume_deadline, step.now + limit_s)
+            self._resume_deadline = min(self._resume_deadline, step.now + limit_s)  # from the first call that gets here
             if step.now > self._resume_deadline:
                 names = describe_members(left)
                 return f"{names} left before the run was finished: all other ranks have waited to resume for over {limit_s:g} s"

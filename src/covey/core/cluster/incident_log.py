@@ -95,10 +95,10 @@ class IncidentLog:
         return any(i.outcome is Outcome.OPEN and i.strategy in changes and i.node != SERVERS_NODE for i in self.records)
 
     def close(self, step: Step, outcome: Outcome, node: str = "", reason: str = "") -> None:
-        """Close open incidents, persist and publish them.
+        """Close open incidents with this outcome, persist and publish them.
 
-        ENDED and FINISHED close all. Otherwise `node` selects those of the parameter servers (SERVERS_NODE) or the others.
-        ROLLED_BACK closes only scale-outs, and appends `reason` to their reason.
+        ENDED and FINISHED close all. Another outcome closes only incidents of the parameter servers (`node` is SERVERS_NODE) or
+        only the others. ROLLED_BACK closes only scale-outs, and appends `reason` to their reason.
         """
         closing = [incident for incident in self.records if incident.number in self._open_times]
         if outcome not in (Outcome.ENDED, Outcome.FINISHED):
@@ -118,8 +118,7 @@ class IncidentLog:
             step.out.publish("cluster", "recovery", str(incident), outcome=incident.outcome)
 
     def close_if_resumed(self, step: Step) -> None:
-        """Close the incidents as resumed. Do nothing if an exception ended a worker's last process and the worker has made no
-        progress since, because it may raise the exception again."""
+        """Call `close` with RESUMED, unless an exception ended a worker's last process and it has made no progress since."""
         if all(member.error is None for member in step.cluster.members_in_role(Role.WORKER)):
             self.close(step, Outcome.RESUMED)
 

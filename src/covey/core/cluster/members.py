@@ -115,9 +115,9 @@ def describe_members(members: Iterable[Member]) -> str:
 
 
 class Heartbeats:
-    """Owns the time of the last heartbeat of every member and agent, and the progress of every member, by uid.
+    """Times of the last heartbeat of every member and agent, and the progress of every member, by uid.
 
-    They are kept apart from the records, so that a heartbeat does not copy a record.
+    They are not fields of the records, so that a heartbeat does not copy a record.
     """
 
     def __init__(self, settings: ClusterSettings) -> None:
@@ -149,19 +149,19 @@ class Heartbeats:
             self._progress[member.uid], self._progress_changed_at[member.uid] = progress, now
 
     def note_resumed(self, member: Member, step: int, now: float) -> None:
-        """Set the step at which a rank resumed. Its time without progress is measured from now at the earliest."""
+        """Set the step at which a rank resumed; its time without progress is measured from now at the earliest."""
         self._progress[member.uid] = replace(self.progress(member), step=step)
         self._progress_changed_at[member.uid] = max(self.progress_changed_at(member), now)
 
     def begin_life(self, member: Member, now: float) -> None:
-        """Reset the progress for a new process. Until its first progress it may take at least `FIRST_PROGRESS_S`."""
+        """Reset the progress for a new process, which does not count as stuck within the first `FIRST_PROGRESS_S`."""
         self._progress[member.uid], self._progress_changed_at[member.uid] = NO_PROGRESS, now + self._first_progress_s
 
     def clear_progress(self, member: Member) -> None:
         self._progress[member.uid] = NO_PROGRESS
 
     def discount_suspension(self, slept_s: float, now: float) -> None:
-        """Move all times forward by the seconds in which the scheduler was suspended, at most to now."""
+        """Move times in the past forward by the seconds in which the scheduler was suspended, at most to now."""
         for uid, at in self._last_heartbeat_at.items():
             self._last_heartbeat_at[uid] = min(at + slept_s, now)
         for uid, at in self._progress_changed_at.items():
@@ -176,7 +176,7 @@ class Heartbeats:
 
 
 class HostLayout:
-    """Layout of the members on their hosts. Reused until the membership changes, so that sending all ranks costs O(N)."""
+    """Layout of the members on their hosts, reused until the membership changes, so that sending all ranks costs O(N)."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
@@ -210,7 +210,7 @@ class HostLayout:
         return RankAssigned(cluster.generation, *ranks, world if is_server else 0, self._sharding_for(member), *promoted)
 
     def _sharding_for(self, member: Member) -> Sharding | None:
-        """Return the sharding for a member; None: the initial one. The ring for a joining server includes all joining ones."""
+        """Return the sharding (None: the initial one); for a joining server, its ring includes all joining servers."""
         cluster = self._cluster
         if member.role is Role.PSERVER and member.rank in cluster.joining_servers:
             sharding = cluster.current_sharding
@@ -242,7 +242,8 @@ class HostLayout:
 class Members:
     """Owns the records of members and agents, their connections, and the indexes over them.
 
-    A connection belongs to at most one member or agent. Two members never have the same role and node id, or role and rank.
+    A connection belongs to at most one member or agent. No two members have the same role and node id, or the same role and
+    rank (except -1).
     """
 
     def __init__(self, settings: ClusterSettings, heartbeats: Heartbeats) -> None:
@@ -301,7 +302,7 @@ class Members:
         return self.agents[name] if name is not None else None
 
     def is_connected(self, connection: int) -> bool:
-        """Return whether a member or agent has this connection; False if `ignore_connection` was called for it."""
+        """Return whether this connection belongs to a member or agent, and its messages are not ignored."""
         return connection in self._by_connection
 
     def connections(self) -> list[int]:
@@ -345,7 +346,7 @@ class Members:
         return member
 
     def remove(self, member: Member) -> Member:
-        """Remove a member; return its last record. The caller closes or ignores its connection."""
+        """Remove a member; return its last record. The caller must close or ignore its connection."""
         member = self._unindex(member)
         self._heartbeats.forget(member)
         return member
@@ -374,7 +375,6 @@ class Members:
         return member
 
     def _change(self, member: Member, **changes: Any) -> Member:
-        """Change the current record of a member; return the new record. A removed member is not added again."""
         key = self._keys.get(member.uid)
         changed = replace(self.current(member), **changes)
         if key is not None:
@@ -423,8 +423,8 @@ class Members:
         return self._add_last_worker(_make_member(registration, node_id), generation, 0.0)
 
     def admit_joining_child(self, agent: str, generation: int, now: float) -> Member:
-        """Add a worker that an agent must start. It joins in `generation`, with the highest rank; its node id is its member
-        index."""
+        """Add a worker that an agent must start; it joins in `generation`, with the highest rank and its member index as
+        node id."""
         member = Member(Role.WORKER, str(self._free_member_index()), "", self.agents[agent].host, agent=agent)
         return self._add_last_worker(member, generation, now)
 
@@ -461,8 +461,8 @@ class Members:
         return self.add(replace(member, state=NodeState.ALIVE), now)
 
     def admit_children(self, agent: AgentInfo) -> None:
-        """Add the workers and servers of an agent that registers while the cluster forms. Its workers claim the ranks from its
-        `first_rank` on, if that is not -1."""
+        """Add the workers and servers of an agent while the cluster forms; its workers claim the ranks from its `first_rank`
+        on, if that is not -1."""
         for role, count in ((Role.WORKER, agent.slots), (Role.PSERVER, agent.servers)):
             for slot in range(count):
                 rank = agent.first_rank + slot if role is Role.WORKER and agent.first_rank >= 0 else -1
@@ -503,7 +503,7 @@ class Members:
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def add_agent(self, registration: RegisterAgent) -> AgentInfo:
-        """Add an agent. It replaces an earlier one with the same name and takes over its children."""
+        """Add an agent. An earlier one with the same id is replaced, and its children belong to the new one."""
         if (earlier := self.agents.get(registration.agent)) is not None:
             self._forget_agent(earlier)
         self._last_uid += 1
@@ -560,10 +560,7 @@ class Members:
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def prepare_next_incarnation(self, member: Member, now: float) -> Member:
-        """Advance a child to its next incarnation, and ignore further messages of its old process.
-
-        The child's agent must be registered.
-        """
+        """Advance a child of a registered agent to its next incarnation, and ignore further messages of its old process."""
         old = self.current(member)
         self._by_connection.pop(old.connection, None)
         is_agent_connected = self.agents[old.agent].connection
@@ -582,8 +579,8 @@ class Members:
         )
 
     def reset_for_restart(self, member: Member, now: float) -> Member:
-        """Advance a child to its next incarnation for a full restart. Reset its deaths, ended processes and exception, and set
-        its member index to its rank."""
+        """Advance a child to its next incarnation for a full restart; reset its deaths, ended processes, exception and
+        member index."""
         old = self.current(member)
         self.prepare_next_incarnation(old, now)
         return self._change(
@@ -599,7 +596,7 @@ class Members:
     def promote_spare(self, spare: Member, member: Member) -> int:
         """Make the process of a spare the process of this member, and mark the spare as left.
 
-        Return the connection of the process. The caller attaches it to the member after the change was persisted.
+        Return the connection of the process, which the caller must attach to the member after the change was persisted.
         """
         spare = self.current(spare)
         self._change(member, promoted_from=f"{spare.name}.{spare.incarnation}", instance_id=spare.instance_id, pid=spare.pid)

@@ -1,19 +1,13 @@
 """State machine of a node: how a worker, parameter server, spare or agent joins its cluster, stays in it and leaves.
 
-A node has one connection to its scheduler and registers on every new one. A registration contains what the node requests, or,
-once it is a member, what it has (cluster, incarnation, generation, rank). A restarted scheduler can therefore re-attach it.
-When a member loses its connection, the script continues and the node reconnects with exponential backoff. Without recovery, the
-membership ends after `node_timeout_s` without a scheduler. A node that receives no message for `silence_s` seconds reconnects,
-to another scheduler if standbys are configured.
+The node registers on every new connection. The registration of a member contains what it was assigned (for a worker: cluster,
+incarnation, generation and rank), so that a restarted scheduler can re-attach it. A member that loses its connection tries to
+reconnect, with exponential backoff, while the script continues.
 
     CONNECTING → REGISTERING → WAITING → MEMBER → LEAVING → ENDED
          ↑____________↓___________↓________↓  (connection lost)
 
-A member that registers again is MEMBER without WAITING. A request to leave leads to LEAVING or ENDED from every stage before. A
-refusal that is not a deferral, the end of the cluster, or too long a wait leads to ENDED.
-
-`due_at` is the time by which the runtime must pass the next `Tick`; only `step` changes the state. The caller passes the source
-of jitter, a function that returns numbers between 0 and 1, so that the machine is deterministic.
+A member that registers again skips WAITING. LEAVING and ENDED can follow every earlier stage.
 """
 
 from __future__ import annotations
@@ -72,7 +66,10 @@ class NodeSettings(msgspec.Struct, frozen=True):
 
 
 class NodeMachine:
-    """Membership of one node. The runtime calls `step` with each event and carries out the effects."""
+    """Membership of one node. The runtime calls `step` with each event and carries out the effects.
+
+    `due_at` is the time by which the runtime must pass the next `Tick`. `jitter` returns numbers between 0 and 1.
+    """
 
     def __init__(
         self, registration: Register | RegisterAgent, settings: NodeSettings, *, jitter: Callable[[], float], now: float
@@ -201,7 +198,6 @@ class NodeMachine:
         return out
 
     def _on_generation(self, message: RankAssigned | DesiredChildren | NewGeneration) -> list[NodeEffect]:
-        """Handle a message of a generation; ignore it if the node has received one of a newer generation."""
         if message.generation < self._generation:
             return []
         self._generation = message.generation

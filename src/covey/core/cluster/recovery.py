@@ -1,10 +1,9 @@
 """Recovery: from the exit of a process until all ranks have resumed.
 
 The strategies form a ladder: retry, recover-in-place, recover, elastic-training, dump, exit. `retry` follows a collective that
-failed without a death. After a death, `choose_action` usually takes the first of the others that is enabled and possible.
-A ready spare (`recover`) precedes `recover-in-place`. Depending on the settings, the cluster first waits for a host or process
-to return. Until a child of an agent has called `covey.init()`, agents do not replace a single worker: all workers restart, up
-to --max-restarts times, as with torchrun.
+failed without a death. After a death, `choose_action` usually takes the first of the others that is enabled and possible; a
+ready spare (`recover`) precedes `recover-in-place`. Until a child of an agent has called `covey.init()`, agents do not replace
+a single worker: all workers restart, up to --max-restarts times, as with torchrun.
 
 `Recovery` carries the action out. Its sections follow one recovery in order: (1) a process ended, (2) the action after a death,
 (3) hosts that join or do not join in time, (4) the ranks report and resume.
@@ -66,7 +65,7 @@ def choose_action(
 ) -> tuple[RecoveryAction, str]:
     """Return the action after the death of a member, and the reason.
 
-    `code` is its exit code, `error` its uncaught exception, if known. `dead.error` is still that of its previous process.
+    `code` and `error` are the exit code and the uncaught exception of its process; `dead.error` is that of the process before.
     """
     if code in UNRECOVERABLE_CODES:
         return RecoveryAction.END, f"{dead.name} exited with code {code}: a restart does not fix that"
@@ -84,10 +83,7 @@ def choose_action(
 
 
 def _script_error_blocker(cluster: ClusterState, dead: Member, error: ScriptError | None) -> str:
-    """Return why the exception is an error of the script that a replacement would repeat; "" if it may be transient.
-
-    Return "" also for a server, for a process without an agent, and if no child of an agent has called covey.init().
-    """
+    """Return why a replacement would raise the exception again; "" if that is not certain."""
     # a process without an agent is restarted by a user, who may have corrected the script
     if error is None or not cluster.heals or not dead.agent or dead.role is not Role.WORKER:
         return ""
@@ -133,7 +129,7 @@ def can_replace(cluster: ClusterState) -> bool:
 
 
 def can_restart_all(cluster: ClusterState) -> bool:
-    """Return whether every worker has a registered agent that is not leaving, and the same for servers that agents run."""
+    """Return whether agents run all workers, and each agent of a worker or server is registered and not leaving."""
     agents = [cluster.agents.get(m.agent) for m in cluster.members_without_spares() if m.agent or m.role is Role.WORKER]
     return all(agent is not None and not agent.is_leaving for agent in agents)
 
@@ -144,10 +140,8 @@ def restart_limit(agent: AgentInfo | None, limit: int) -> int:
 
 
 def _choose_after_rows_lost(cluster: ClusterState, dead: Member, lost: str) -> tuple[RecoveryAction, str]:
-    """Return RESTART_ALL if all workers can and may restart from the last checkpoint, else END; and the reason.
-
-    The reason begins with `lost`, which says which rows were lost.
-    """
+    """Return RESTART_ALL if all workers can and may restart from the last checkpoint, else END; and the reason, which begins
+    with `lost`."""
     settings = cluster.settings
     if not cluster.heals or dead.agent not in cluster.agents or not can_restart_all(cluster):
         return RecoveryAction.END, f"{lost}: start the cluster again, it resumes from its last checkpoint"
@@ -159,8 +153,7 @@ def _choose_after_rows_lost(cluster: ClusterState, dead: Member, lost: str) -> t
 
 
 def _choose_replacement(cluster: ClusterState, dead: Member) -> tuple[RecoveryAction, str]:
-    """Return how a child of an agent is replaced: PROMOTE, REPLACE, MOVE, WAIT for a host, or END if it is not; and the
-    reason."""
+    """Return PROMOTE, REPLACE, MOVE, WAIT (for a host) or END for a dead child of an agent, and the reason."""
     settings = cluster.settings
     if not {RecoveryStrategy.IN_PLACE, RecoveryStrategy.RECOVER} & set(settings.strategies):
         return RecoveryAction.END, "neither recover-in-place nor recover is enabled (COVEY_STRATEGY)"
@@ -189,13 +182,12 @@ def _choose_replacement(cluster: ClusterState, dead: Member) -> tuple[RecoveryAc
 
 
 def _waits_for_return(cluster: ClusterState, dead: Member) -> bool:
-    """Return whether the cluster waits for the dead member's return: recovery is on, and the world does not shrink at once."""
     at_once = RecoveryStrategy.ELASTIC in cluster.settings.strategies and not waits_before_shrink(cluster.settings)
     return cluster.settings.recovery and not (at_once and plan_shrink(cluster, dead)[0] is not None)
 
 
 def waits_before_shrink(settings: ClusterSettings) -> bool:
-    """Return whether the cluster waits `shrink_after_s` for a host before the world shrinks; False if it never shrinks."""
+    """Return whether elastic-training is enabled and first waits `shrink_after_s` for a host."""
     return RecoveryStrategy.ELASTIC in settings.strategies and settings.shrink_after_s > 0
 
 
@@ -220,10 +212,7 @@ def replacement_hosts(cluster: ClusterState) -> list[tuple[Member, AgentInfo]]:
 
 
 def _is_successor_agent(agent: AgentInfo, lost: Member) -> bool:
-    """Return whether this agent replaces the former agent of a lost member.
-
-    An agent that claims ranks (--node-rank) does if they include the member's node id, another one if it has its host id.
-    """
+    """Return whether the agent claims the lost member's node id (--node-rank) or, without claims, has its host id."""
     number = parse_rank_claim(lost.node_id)
     claimed = range(agent.first_rank, agent.first_rank + agent.slots) if agent.first_rank >= 0 else range(0)
     return number in claimed if claimed else agent.host.id == lost.host.id
@@ -232,7 +221,7 @@ def _is_successor_agent(agent: AgentInfo, lost: Member) -> bool:
 def host_with_capacity(cluster: ClusterState, dead: Member) -> AgentInfo | None:
     """Return the connected agent with the fewest members beyond its slots; None if none has fewer than `extra_ranks`.
 
-    The agent of the dead member, and agents that are leaving, are not considered.
+    The agent of the dead member and leaving agents are not considered.
     """
     others = (
         agent for agent in cluster.agents.values() if agent.id != dead.agent and agent.connection and not agent.is_leaving
@@ -245,10 +234,9 @@ def host_with_capacity(cluster: ClusterState, dead: Member) -> AgentInfo | None:
 
 
 def choose_spare(cluster: ClusterState, dead: Member) -> Member | None:
-    """Return a ready spare for a dead worker: of the same agent if possible, else of an agent with few extra members.
+    """Return a ready spare for a dead worker, of the same agent if possible; None if there is none.
 
-    Another agent must have fewer than `extra_ranks` members beyond its slots. Return None if there is no such spare, or if the
-    dead member is not a worker.
+    Another agent must have fewer than `extra_ranks` members beyond its slots.
     """
     found: list[tuple[bool, int, int, Member]] = []
     for spare in cluster.members_in_role(Role.SPARE):
@@ -262,14 +250,13 @@ def choose_spare(cluster: ClusterState, dead: Member) -> Member | None:
 
 
 def can_refill_spare(cluster: ClusterState, spare: Member) -> bool:
-    """Return whether another process may be started for a spare. False if the spare has died too often, or if its agent has
-    replaced too many processes."""
+    """Return whether a spare may be started again: its deaths and its agent's replacements are below the limits."""
     limit = restart_limit(cluster.agents.get(spare.agent), cluster.settings.replacements_max)
     return spare.deaths_without_progress < DEATHS_WITHOUT_PROGRESS_MAX and _count_replacements(cluster, spare) < limit
 
 
 def _count_replacements(cluster: ClusterState, member: Member) -> int:
-    """Return how many processes of the present children of the member's agent were replaced, without handovers."""
+    """Return how many processes of the current children of the member's agent were replaced, without handovers."""
     return sum(m.restarts - m.handovers for m in cluster.children(member.agent))
 
 
@@ -314,15 +301,14 @@ def _describe_activity(cluster: ClusterState, member: Member) -> str:
 class Spares:
     """Starts spares, promotes one, and handles their exits.
 
-    A spare runs the script up to the line that needs a rank, and is ready when it waits there. It is outside the world, and its
-    rank numbers it among the spares. The exit of a spare is not a failure of the run.
+    A spare runs the script up to the line that needs a rank, and is ready when it waits there.
     """
 
     def __init__(self, heartbeats: Heartbeats, members: Members) -> None:
         self._heartbeats, self._members = heartbeats, members
 
     def fill(self, step: Step) -> None:
-        """Start the missing spares of connected agents that are not leaving, except spares that may not be restarted."""
+        """Start the missing spares of connected agents that are not leaving, except spares that `can_refill_spare` rejects."""
         for agent in list(self._members.agents.values()):
             if agent.spares and agent.connection and not agent.is_leaving:
                 self._fill_agent(step, agent)
@@ -338,10 +324,8 @@ class Spares:
             self._members.send_desired_children(step, {agent.id})
 
     def promote(self, step: Step, spare: Member, member: Member) -> int:
-        """Make the process of a spare the process of a worker.
-
-        Return its connection. The caller attaches it to the worker after the change was persisted.
-        """
+        """Make the process of a spare the process of a worker; return its connection, which the caller attaches to the
+        worker."""
         step.out.publish(spare.name, "promoted", f"its process is {member.name} now")
         step.out.count("promotions")
         return self._members.promote_spare(spare, member)
@@ -349,7 +333,7 @@ class Spares:
     def on_exit(self, step: Step, spare: Member, code: int, reason: str) -> None:
         """Mark a spare whose process exited as left, and persist it.
 
-        Give it up if the code is 0, or after `DEATHS_WITHOUT_PROGRESS_MAX` deaths in a row before it was ready.
+        It is not started again if the code is 0, or after `DEATHS_WITHOUT_PROGRESS_MAX` deaths in a row before it was ready.
         """
         is_ready = self._heartbeats.progress(spare).is_spare_ready
         deaths = 0 if is_ready else spare.deaths_without_progress + 1
@@ -451,18 +435,13 @@ class Recovery:
         self._on_agent_lost(step, agent, ExitCode.PEER_FAILED, reason, since)
 
     def declare_dead(self, step: Step, member: Member, reason: str, since: float | None = None) -> None:
-        """Declare a member dead, then close its connection. The process may still receive messages that this causes, such as
+        """Declare a member dead; close its connection last, so that its process can still receive messages such as
         `ClusterEnded`."""
         connection = self._members.current(member).connection
         self._on_exit(step, member, ExitCode.PEER_FAILED, reason, since=since)
         self._members.close_member(member, connection, step.out)
 
     def _on_agent_lost(self, step: Step, agent: AgentInfo, code: int, reason: str, since: float | None = None) -> None:
-        """Remove a lost agent and handle the exit of its children with this code.
-
-        If the agent was leaving, choose the action for its dead members again. Do nothing if the cluster has ended, or if
-        nothing is left to decide because the workers and servers of the agent had ended before.
-        """
         children = self._members.children(agent.id)
         placed = [m for m in children if m.role is not Role.SPARE]
         is_dumping = self._shutdown.state is ShutdownState.DUMPING
@@ -493,11 +472,7 @@ class Recovery:
         since: float | None = None,
         error: ScriptError | None = None,
     ) -> None:
-        """Handle the exit of a process: it left (code 0) or died. `since` is the time of the first sign of it; None: now.
-
-        After all ranks have finished, an exit of a worker or server counts as code 0. While the cluster forms, the member is
-        removed. Do nothing if the member is not present, or the cluster has ended.
-        """
+        """Handle the exit of a process: it left (code 0) or died. `since` is the time of the first sign of it; None: now."""
         member = self._members.current(member)
         # the member may have been removed by the rollback of a scale-out
         if not self._members.contains(member) or not member.is_present or self._lifecycle.has_ended:
@@ -525,10 +500,7 @@ class Recovery:
     # -- 2. the action after a death ---------------------------------------------------------------------------------
 
     def _on_death(self, step: Step, member: Member, failure: Failure, since: float) -> None:
-        """Choose the action after a death, open an incident, and carry the action out.
-
-        During a dump no action is chosen. The death of a joining member rolls its scale-out back, if possible.
-        """
+        """Choose and carry out the action after a death, unless a dump is in progress or the death rolls a scale-out back."""
         member = self._members.current(member)
         if self._shutdown.state is ShutdownState.DUMPING:
             return self._shutdown.note_death(step, member)
@@ -560,10 +532,6 @@ class Recovery:
         return None
 
     def _replace(self, step: Step, member: Member, failure: Failure, reason: str, action: RecoveryAction) -> None:
-        """Replace the process of a worker or server on its host, on another host, or by a spare.
-
-        The replacement of the only worker is a full restart, because no other rank has the state.
-        """
         if not member.leave_reason:
             self.first_failure = self.first_failure or failure
         step.out.count("replacements")
@@ -582,7 +550,7 @@ class Recovery:
             if agent.id != before:
                 member = self._move(step, member, agent, reason)
         cause = _describe_death(member, failure)
-        if member.role is Role.WORKER and self._members.size(Role.WORKER) == 1:
+        if member.role is Role.WORKER and self._members.size(Role.WORKER) == 1:  # no other rank has the state
             self._lifecycle.note_full_restart(cause)
             step.out.publish("cluster", "state lost", str(self._lifecycle.full_restart), Level.WARNING)
             self._incidents.close(step, Outcome.RESTARTED)
@@ -598,15 +566,12 @@ class Recovery:
         self._members.send_desired_children(step, {before, member.agent})  # the former agent may have to end the old process
 
     def _move(self, step: Step, member: Member, agent: AgentInfo, reason: str) -> Member:
-        """Move a member to another agent; return its new record. Refuse its old process if that is connected, because its
-        agent may be gone."""
-        if member.connection:
+        if member.connection:  # its agent may be gone, so that only this message ends the old process
             step.out.send(member.connection, Refused(f"this process was superseded: {reason}"))
             step.out.close(member.connection)
         return self._members.move_to_agent(member, agent)
 
     def _wait_for_host(self, step: Step, member: Member, failure: Failure, reason: str) -> None:
-        """Start a generation and wait until the member registers again, or a host joins that can run it."""
         self.first_failure = self.first_failure or failure
         self._lifecycle.begin_healing(reason, step.now)
         self._set_shrink_deadline(step)
@@ -615,7 +580,7 @@ class Recovery:
     def _restart_all(self, step: Step, reason: str, cause: str = "") -> None:
         """Restart all workers and servers that agents run, in a new generation.
 
-        `reason` is sent to the members. `cause` is recorded as the cause of the full restart; "": `reason`.
+        `reason` is sent to the members; `cause` is recorded as the cause of the full restart ("": `reason`).
         """
         self._lifecycle.reset_for_restart(cause or reason)
         step.out.count("restarts")
@@ -647,8 +612,8 @@ class Recovery:
     def _end(self, step: Step, member: Member, failure: Failure, reason: str) -> None:
         """End the cluster, after a dump if that is enabled and possible.
 
-        If the member's host is leaving and a dump is not enabled or not possible, do nothing: the action is chosen again when
-        the agent has left.
+        If the member's host is leaving and a dump is not possible, do nothing: the action is chosen again when the agent has
+        left.
         """
         agent = self._members.agents.get(member.agent)
         if agent is None or not agent.is_leaving:
@@ -662,7 +627,6 @@ class Recovery:
     # -- 3. hosts that join, or do not join in time ------------------------------------------------------------------
 
     def _set_shrink_deadline(self, step: Step) -> None:
-        """Limit the wait for a host that can run the lost members, if the world may shrink instead; keep an earlier limit."""
         if waits_before_shrink(self._settings):
             self._shrink_deadline = min(self._shrink_deadline, step.now + self._settings.shrink_after_s)
 
@@ -715,8 +679,7 @@ class Recovery:
         return True
 
     def _absent_members(self) -> list[Member]:
-        """Return the members that are dead or suspect, without spares. While all ranks have to resume, also return present
-        members that are not connected, such as replacements that have not registered."""
+        """Return dead and suspect members and, while all ranks have to resume, present members that are not connected."""
         absent, is_pending = (NodeState.DEAD, NodeState.SUSPECT), self._barrier.is_pending
         members = self._members.members_without_spares()
         return [m for m in members if m.state in absent or (is_pending and m.is_present and not m.connection)]
@@ -741,10 +704,6 @@ class Recovery:
             self._shutdown.dump_or_end(step, code, f"{cause}, and {reason}", failure)
 
     def _retry_collective(self, step: Step) -> None:
-        """Retry the step in a new generation after a collective failed without a death.
-
-        Dump or end if `retry` is not enabled, or its limit is reached.
-        """
         failed_at, cause = self._barrier.safe_point.failed_at, self._barrier.safe_point.failure_reason
         reason = f"a collective failed ({cause}) and all processes are alive"
         if RecoveryStrategy.RETRY not in self._settings.strategies:
@@ -763,8 +722,8 @@ class Recovery:
     def on_report(self, step: Step, connection: int, report: SafePointReport) -> None:
         """Handle the report of a rank at a safe point; ignore it if it is not of the current generation.
 
-        When all ranks have reported, send each its heal plan. After a repeated report, send that rank's plan again. If the
-        ranks cannot resume, roll back to the newest checkpoint, unless a dump is in progress.
+        When all ranks have reported, send each its heal plan. If the ranks cannot resume and no dump is in progress, roll back
+        to the newest checkpoint, dump or end.
         """
         member = self._members.member_at(connection)
         if member is None or member.role is not Role.WORKER or report.generation != self._lifecycle.generation:
@@ -795,7 +754,8 @@ class Recovery:
             self._incidents.mark_stage(Stage.RESTORED, step.now)
 
     def on_resumed(self, step: Step, connection: int, report: RankResumed) -> None:
-        """Handle `RankResumed` of a rank, or of a parameter server that has its rows again; ignore an older generation's."""
+        """Handle `RankResumed` of a rank or of a restarted parameter server; ignore it if it is not of the current
+        generation."""
         member = self._members.member_at(connection)
         if member is None or report.generation != self._lifecycle.generation:
             return
@@ -828,8 +788,8 @@ class Recovery:
     def update_readiness(self, step: Step, reason: str) -> None:
         """Enter READY from HEALING or RETURNING if no member is dead or suspect, and READY need not wait for ranks to resume.
 
-        Go from RETURNING to HEALING if no member is suspect, but members are dead or ranks have yet to resume. Persist and
-        publish the change. Do nothing in other phases or during a dump.
+        Go from RETURNING to HEALING if no member is suspect, but members are dead or ranks have yet to resume. Do nothing
+        during a dump. Spares are not considered.
         """
         phase, is_agreeing = self._lifecycle.phase, self._barrier.is_agreeing
         if self._shutdown.state is not ShutdownState.RUNNING or phase not in (Phase.HEALING, Phase.RETURNING):

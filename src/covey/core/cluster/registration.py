@@ -3,8 +3,8 @@
 A node id names a member, an *instance id* its process, and the *incarnation* counts the processes of the member. A node is
 admitted as a new member while there is room. It is re-attached to an existing member if it is the known process, or the one
 that the member's agent started. A new process is admitted as the next incarnation if the known one is dead, the member has no
-agent and recovery is enabled. If there may be room later, or if it is uncertain whether the known process is alive, the
-registration is deferred: the node repeats it. Otherwise it is refused, and its connection is closed.
+agent and recovery is enabled. A registration is deferred (the node repeats it) if there may be room later, or if it is
+uncertain whether the known process is alive. Otherwise it is refused, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -115,8 +115,6 @@ def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> Adm
 
 
 def _decide_late_agent(cluster: ClusterState, request: RegisterAgent) -> AdmissionDecision:
-    """Return the decision about an agent that registers after formation. It is admitted if it may run lost members or let the
-    world grow, deferred if the children of an unreachable agent may become free, and otherwise refused."""
     brings, world = f"{request.host.name} brings {count_noun(request.slots, 'worker')}", cluster.size(Role.WORKER)
     if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
         return AdmissionDecision(Admission.ADMIT, f"{brings}, and {describe_members(lost)} can be restarted")
@@ -133,8 +131,7 @@ def _decide_late_agent(cluster: ClusterState, request: RegisterAgent) -> Admissi
 
 
 def _registration_blocker(cluster: ClusterState, request: Register | RegisterAgent) -> str:
-    """Return why a registration must be refused: the cluster has ended, the node or agent belongs to another cluster or to a
-    host that is gone, or its settings differ. Return "" if none of these is true."""
+    """Return a reason for refusal that does not depend on the requested member; "" if there is none."""
     if cluster.has_ended:
         return f"the cluster has ended: {cluster.reason}"
     if request.cluster_id and request.cluster_id != cluster.cluster_id:
@@ -151,8 +148,7 @@ def _registration_blocker(cluster: ClusterState, request: Register | RegisterAge
 
 
 def _claim_blocker(cluster: ClusterState, request: Register) -> str:
-    """Return why no member can exist for this registration: the cluster has no members of its role, its id claims a rank that
-    does not exist, or its generation is newer than the cluster's. Return "" if none of these is true."""
+    """Return why no member with this role, claimed rank or generation can exist; "" if one can."""
     world = cluster.target_workers if request.role is Role.WORKER else cluster.settings.required_count(request.role)
     if world == 0 and request.role is not Role.SPARE:
         count = "MS_WORKER_NUM" if request.role is Role.WORKER else "MS_SERVER_NUM"
@@ -186,10 +182,7 @@ def _decide_promoted_spare(cluster: ClusterState, request: Register) -> Admissio
 
 
 def _find_holder(cluster: ClusterState, request: Register) -> Member | None:
-    """Return the member that this registration requests, by id or by the rank that the id claims; None if there is none.
-
-    After formation, only the id is used if the registration has an incarnation, or if the world was or may be resized.
-    """
+    """Return the member that this registration requests, by id or by the rank that the id claims; None if there is none."""
     if (member := cluster.members.get((request.role, choose_node_id(request)))) is not None:
         return member
     rank = parse_rank_claim(request.node_id)
@@ -229,8 +222,6 @@ def _decide_new_node(cluster: ClusterState, request: Register) -> AdmissionDecis
 
 
 def _decide_child(member: Member, request: Register, key: MemberKey) -> AdmissionDecision:
-    """Return the decision about a registration for a member that an agent runs: re-attach the process of its current
-    incarnation, refuse any other."""
     if request.incarnation == 0:
         rank = parse_rank_claim(request.node_id)
         return AdmissionDecision(
@@ -268,10 +259,7 @@ def _decide_other_instance(cluster: ClusterState, member: Member, request: Regis
 
 
 class Registration:
-    """Admission of nodes and agents, and the formation.
-
-    Owns the deferred instances, the deadlines of the formation, and the last refusal while the cluster forms.
-    """
+    """Admission of nodes and agents, and the formation."""
 
     def __init__(
         self, base: BaseParts, barrier: HealBarrier, resize: Resize, shutdown: Shutdown, recovery: Recovery, now: float
@@ -368,11 +356,7 @@ class Registration:
         step.out.send(connection, Registered(self._lifecycle.cluster_id, member.node_id, member.incarnation))
 
     def _reattach(self, step: Step, connection: int, member: Member, request: Register) -> None:
-        """Attach the process of a member to this connection, and send `Registered`.
-
-        Unless the member waits for the formation or has left, it is alive again. It is then sent its rank, and the request of
-        a dump in progress.
-        """
+        """Attach a member's process to this connection; mark it as alive and send its rank, unless it is WAITING or LEFT."""
         if member.connection != connection:
             self._members.close_connection(member.connection, step.out)
         is_known = member.instance_id != ""
@@ -398,7 +382,6 @@ class Registration:
         self._recovery.update_readiness(step, "all members re-attached")
 
     def _admit_next_incarnation(self, step: Step, connection: int, dead: Member, request: Register, reason: str) -> None:
-        """Admit a node as the next incarnation of a dead member without an agent, in a new generation."""
         member = self._members.admit_next_incarnation(dead, request, choose_node_id(request), step.now)
         step.out.count("returns")
         self._barrier.regroup(step, f"{member.name} returned", member)
@@ -411,11 +394,7 @@ class Registration:
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def on_register_agent(self, step: Step, connection: int, request: RegisterAgent) -> None:
-        """Admit, re-attach, defer or refuse an agent.
-
-        While the cluster forms, its children are admitted with it. Later, lost members may be restarted there, or the world may
-        grow.
-        """
+        """Admit, re-attach, defer or refuse an agent."""
         decision = decide_agent_admission(step.cluster, request)
         name = f"agent:{request.agent}"
         if self._refuse_or_defer(step, connection, request, name, decision):
@@ -450,8 +429,7 @@ class Registration:
     ) -> bool:
         """Refuse or defer the request if that is the decision; return whether it was refused or deferred.
 
-        It is also refused if its connection belongs to another process. A refusal closes the connection. If the cluster has
-        ended, its own nodes are sent `ClusterEnded` in place of `Refused`.
+        It is also refused if its connection belongs to another process. A refusal closes the connection.
         """
         known = self._members.member_at(connection) or self._members.agent_at(connection)
         reason = decision.reason

@@ -2,12 +2,11 @@
 
 A *member index* is constant until all workers restart: replacements keep it, and no other member gets it. The *rank* is the
 position in the world of the current generation. Ranks are contiguous: when a rank leaves, the member with the highest rank
-takes it over, and all others keep theirs. Inside a step, ranks compute from the indexes which ranks left and which samples were
-not used.
+takes it over, and all others keep theirs.
 
-Every change of the world size starts a generation, in which each reachable member receives its rank. A scale-in may take
-several, because with a sharded optimizer its workers leave in batches. A scale-out completes or is rolled back as a whole; if
-it can no longer be rolled back (`can_roll_back`), its workers are treated as all others.
+Every change of the world size starts a generation, in which each reachable member receives its rank. With a sharded optimizer,
+the workers of a scale-in may leave in batches, one generation each. A scale-out completes or is rolled back as a whole; if it
+can no longer be rolled back (`can_roll_back`), its workers are treated as all others.
 """
 
 from __future__ import annotations
@@ -153,7 +152,6 @@ def target_with_extra(cluster: ClusterState, more: int) -> tuple[int | None, str
 
 
 def _world_size_blocker(cluster: ClusterState, wanted: int) -> str:
-    """Return why this world size is not possible; "" if it is."""
     most = cluster.settings.worker_max or WORLD_MAX
     return "" if 1 <= wanted <= most else f"a world of {wanted} workers is not possible: expected 1 to {most}"
 
@@ -207,7 +205,7 @@ class Resize:
     """Target size of the world, and the resizes in progress.
 
     A scale-out is in progress while `joining_ids` is not empty. A scale-in has further workers to release while `departing_ids`
-    is not empty. Both can be in progress together.
+    is not empty.
     """
 
     def __init__(self, base: BaseParts, barrier: HealBarrier) -> None:
@@ -244,7 +242,6 @@ class Resize:
         return ScaleAccepted(number, reason)
 
     def _raise_target(self, step: Step, more: int) -> ScaleAccepted | Refused:
-        """Set the target to the world size plus `more`, and start a scale-out if that is possible now. Return the reply."""
         wanted, reason = target_with_extra(step.cluster, more)
         if wanted is None:
             return Refused(reason)
@@ -326,10 +323,7 @@ class Resize:
     # -- shrinking ---------------------------------------------------------------------------------------------------
 
     def give_up_member(self, step: Step, member: Member, what: str, reason: str) -> None:
-        """Continue without a dead member: start a generation in which the remaining ranks resume their current step.
-
-        The agent's slots are limited, so that the member is not started again.
-        """
+        """Continue without a dead member: start a generation in which the remaining ranks resume their current step."""
         step.out.count("shrinks")
         self._start_generation(step, reason, what, self._remove(step, [member]))
         self._limit_slots(step, [member])
@@ -358,9 +352,8 @@ class Resize:
                 step.out.send(member.connection, ClusterEnded(f"{member.name} leaves: {reason}"))
 
     def release_next_leavers(self, step: Step) -> bool:
-        """Release the next batch of departing members; return whether a generation was started.
+        """Release the next batch of departing members, or make all ranks resume first; return whether a generation was started.
 
-        If it is unknown whether all ranks have resumed, the new generation only makes them resume, and no member leaves yet.
         Return False if no member is to leave, or if the world size cannot change now.
         """
         departing = remaining_departing(step.cluster)
@@ -402,7 +395,7 @@ class Resize:
     def _start_generation(self, step: Step, reason: str, what: str, changed: list[Member]) -> None:
         """Enter HEALING, start a generation with another world size, and send every reachable member its rank.
 
-        `changed` are the members to persist; `what` is the text of the published event.
+        `changed` are the members to persist, and `what` is published.
         """
         self._barrier.require_agreement()
         self._lifecycle.begin_healing(reason, step.now)
@@ -426,10 +419,8 @@ class Resize:
         )
 
     def resume(self, step: Step) -> None:
-        """Continue a resize after a restart of the scheduler, if one was in progress.
-
-        The resize is complete when all ranks have sent `RankResumed` again; new members have `JOIN_TIMEOUT_S` from now to join.
-        """
+        """After a restart of the scheduler, continue a resize that was in progress; new members have `JOIN_TIMEOUT_S` to
+        join."""
         is_pending = self._lifecycle.trains and self._incidents.is_resizing
         self._barrier.resume(is_pending)
         if not is_pending:

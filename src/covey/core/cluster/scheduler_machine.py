@@ -6,12 +6,7 @@ continue. The formation, later changes of membership and ranks, and the end are 
 the formation, are not.
 
 The machine is composed of parts. Each part owns its fields and alone writes them. A part calls only parts that `__init__`
-constructs before it. All handlers get a `Step`: the time, the readable state and the outbox for effects.
-
-A node without an agent is dead when its connection is lost, unless all ranks have finished. The exit of a child is reported by
-its agent; the loss of the child's connection is not a failure. When the connection of an agent is lost, its children are dead;
-with recovery, the agent first has the node timeout to reconnect (see `ClusterSettings.waits_for_agents`). Nodes that are lost
-while the cluster forms are removed.
+constructs before it. Handlers get a `Step`: the time, the readable state and the outbox for effects.
 """
 
 from __future__ import annotations
@@ -192,7 +187,6 @@ class SchedulerMachine:
         self._recovery.run_idle_work(step)
 
     def _discount_suspension(self, step: Step, suspended_s: float) -> None:
-        """Extend deadlines and timeouts by the time in which the scheduler was suspended and could not receive."""
         for part in (self._registration, self._lifecycle, self._resize, self._server_resize, self._recovery):
             part.postpone(suspended_s)
         for timed in (self._barrier, self._shutdown, self._heartbeats):
@@ -248,10 +242,7 @@ class SchedulerMachine:
             self._server_resize.note_in_sync(step, member, report)
 
     def _on_mindspore_detected(self, step: Step, worker: str) -> None:
-        """End the run of a MindSpore script, because its workers would wait for a MindSpore scheduler that does not exist.
-
-        Do nothing if a child of an agent has called covey.init().
-        """
+        """A MindSpore script would wait for a MindSpore scheduler that does not exist."""
         if not self._lifecycle.heals:
             reason = f"{worker} runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
             self._shutdown.end(step, ExitCode.BAD_SETTING, reason)
@@ -278,7 +269,6 @@ class SchedulerMachine:
         return step.out.send(connection, LeaveAcknowledged())
 
     def _on_kill_request(self, step: Step, connection: int, request: KillRequest) -> None:
-        """Refuse the request, or send `KillChild` to the node's agent; the recovery begins when the agent reports the exit."""
         member, reason = find_kill_target(self.cluster, request.node)
         if member is None:
             return step.out.send(connection, Refused(reason))
@@ -291,12 +281,7 @@ class SchedulerMachine:
     # -- the journal -------------------------------------------------------------------------------------------------
 
     def _restore(self, step: Step, records: tuple[Record, ...]) -> None:
-        """Continue from the journal. If heartbeats are checked, members have one node timeout to re-attach before they are
-        declared dead.
-
-        Without a record of the cluster, persist the first one. If the cluster had not formed, its members are not restored. If
-        it had ended, continue the delivery of the end.
-        """
+        """Continue from the journal; without a record of the cluster, persist the first one."""
         record = next((r for r in records if isinstance(r, ClusterRecord)), None)
         if record is None:
             return step.out.persist_cluster()

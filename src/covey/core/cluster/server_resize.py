@@ -2,11 +2,15 @@
 
 Rows of parameters are grouped into slots; the *sharding* has the owner of each slot, and the servers that hold replicas.
 
-STABLE → ARRIVING: a scale-out starts new servers. No row has moved, and a new server that dies, servers that are not in sync in
-time, or a request roll the scale-out back (→ STABLE). ARRIVING → MOVING: all servers, old and new, have reported that they are
-in sync, and the scheduler persists and sends the new sharding. From here there is no rollback: servers move slots, across
-restarts, until every slot is at its owner. A scale-in begins with MOVING. MOVING → STABLE: all servers are in sync again, and
-the departing ones leave. The generation does not change, because the workers' group is not affected.
+STABLE → ARRIVING: a scale-out starts new servers. No row has moved yet.
+ARRIVING → STABLE: the scale-out is rolled back, on request, because a new server died, or because not all servers were in sync
+in time.
+ARRIVING → MOVING: all servers, old and new, are in sync, and the scheduler persists and sends the new sharding. The scale-out
+can no longer be rolled back: servers move slots, across restarts, until every slot is at its owner.
+STABLE → MOVING: a scale-in begins.
+MOVING → STABLE: all servers are in sync again, and the departing ones leave.
+
+The generation does not change, because the workers' group is not affected.
 """
 
 from __future__ import annotations
@@ -102,12 +106,10 @@ class ServerResize:
 
     @property
     def is_resharding(self) -> bool:
-        """Whether parameter servers are being added or removed."""
         return self.state is not ServerResizeState.STABLE
 
     @property
     def rows_in_place(self) -> bool:
-        """Whether no slots are being moved to other servers."""
         return self.state is not ServerResizeState.MOVING
 
     @property
@@ -184,7 +186,6 @@ class ServerResize:
             self._finish(step)
 
     def _start_moving(self, step: Step, departing: ServerRanks) -> None:
-        """Enter MOVING: assign the slots to all servers except the departing ones, then persist and send the new sharding."""
         self._set_state(ServerResizeState.MOVING)
         ring = tuple(sorted(m.rank for m in self._members.members_in_role(Role.PSERVER) if m.rank not in departing))
         sharding = self.current_sharding
@@ -197,10 +198,6 @@ class ServerResize:
         self._send_sharding(step, self.sharding)
 
     def _finish(self, step: Step) -> None:
-        """Enter STABLE: remove the departing servers, close the incident, then persist and send the sharding without them.
-
-        A departing server that is connected is sent `ClusterEnded`.
-        """
         self._set_state(ServerResizeState.STABLE)
         sharding = self.current_sharding
         departing = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in sharding.leaving]
@@ -220,7 +217,6 @@ class ServerResize:
                 )
 
     def _send_sharding(self, step: Step, sharding: Sharding) -> None:
-        """Persist the sharding, then send it to all reachable members."""
         step.out.persist_cluster()  # first: a restarted scheduler must know each sharding that a server has received
         for member in self._members.reachable():
             step.out.send(member.connection, ShardingAssigned(sharding))
@@ -243,10 +239,6 @@ class ServerResize:
         return True
 
     def _roll_back(self, step: Step, reason: str) -> None:
-        """Enter STABLE: remove the new servers, close the incident, and let the agents end their processes.
-
-        The sharding has not changed.
-        """
         self._set_state(ServerResizeState.STABLE)
         joining = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in self.joining_servers]
         for member in joining:

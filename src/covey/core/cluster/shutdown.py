@@ -128,10 +128,8 @@ class Shutdown:
             self.end_if_dumped(step)
 
     def note_death(self, step: Step, member: Member) -> None:
-        """Handle a death during the dump: do not wait for the member, and end the cluster if no other is awaited.
-
-        Its record is persisted, so that a restarted scheduler does not wait for it either.
-        """
+        """Handle a death during the dump: persist it, do not wait for the member, and end the cluster if no other dump is
+        awaited."""
         if self._is_awaited(member):
             self._dumping_ranks.discard(member.rank)
         step.out.persist(MemberRecord.from_member(member))
@@ -151,8 +149,7 @@ class Shutdown:
     def end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
         """End the cluster: close the incidents, persist the outcome and send it to every connected member and agent.
 
-        The newest full restart, if there was one, is appended to the reason. `EndCluster` is emitted when recently disconnected
-        nodes have received the outcome too, or after `_tell_s` seconds.
+        `EndCluster` is emitted when recently disconnected nodes have received the outcome too, or after `_tell_s` seconds.
         """
         if self._lifecycle.full_restart is not None:
             reason = f"{reason}; {self._lifecycle.full_restart}"
@@ -192,21 +189,16 @@ class Shutdown:
                 yield agent.instance_id, any(child.is_present for child in children)
 
     def _start_telling(self, step: Step, untold: set[str]) -> None:
-        """Enter TELLING: wait for the disconnected instances `untold` to reconnect and receive the outcome, at most `_tell_s`.
-
-        If there are none, emit `EndCluster` immediately.
-        """
+        """Enter TELLING until the disconnected instances `untold` have received the outcome, for at most `_tell_s` seconds."""
         self._set_state(ShutdownState.TELLING)
         self._untold, self._tell_deadline = untold, step.now + self._tell_s
         if not untold:
             self.stop_telling(step)
 
     def tell_if_missed(self, step: Step, connection: int, instance_id: str, cluster_id: str) -> bool:
-        """Send the outcome to a node or agent that registers after the end, if it belongs to this cluster; return whether it
-        was sent.
+        """Send the outcome to a node or agent of this cluster that registers after the end; return whether it was sent.
 
         A node without a cluster id is sent the outcome while any instance is awaited: it may have waited for the formation.
-        Emit `EndCluster` when no instance is awaited any more.
         """
         is_ours = cluster_id == self._lifecycle.cluster_id or (self._untold and not cluster_id)
         if self.ended is None or not is_ours:
@@ -254,8 +246,8 @@ class Shutdown:
         self._start_telling(step, set() if ended.told else untold)
 
     def resume_dump(self, step: Step) -> None:
-        """Continue the dump, if one was in progress, after a restart of the scheduler: all present ranks are awaited, and get
-        the request again when they re-attach."""
+        """After a restart of the scheduler, continue a dump that was in progress: the dumps of all present ranks are
+        awaited."""
         if self.planned_end is not None:
             self._set_state(ShutdownState.DUMPING)
             workers = self._members.members_in_role(Role.WORKER)

@@ -173,10 +173,8 @@ class Lifecycle:
         self.full_restart = FullRestart(before.count + 1 if before else 1, cause[:CAUSE_MAX])
 
     def note_restart_step(self, step: int) -> bool:
-        """Record the step from which the loops started after the newest full restart; return whether it was recorded.
-
-        Return False if there was no full restart, its step is recorded already, or `step` is negative (not known).
-        """
+        """Record the step from which the loops started after the newest full restart, unless `step` is negative or one is
+        recorded; return whether it was recorded."""
         if self.full_restart is None or not self.full_restart.step < 0 <= step:
             return False
         self.full_restart = msgspec.structs.replace(self.full_restart, step=step)
@@ -325,7 +323,6 @@ class ClusterState:
 
     @property
     def target_workers(self) -> int:
-        """Requested world size; the configured one if none was requested."""
         return self.requested_workers or self.settings.default_target_workers
 
     # -- of ServerResize -----------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Plain and secure aggregation of the updates of one round.
 
-An aggregation returns verdicts, and `Round` acts on them. In a secure round, unmasking comes between sealing and summing. The
-list of uploaders (the devices whose updates are in the sum) is persisted before devices receive it.
+An aggregation returns verdicts, and `Round` acts on them. In a secure round, unmasking comes between sealing and summing.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ class SecureAggregation:
 
     @property
     def admits_devices(self) -> bool:
-        """Whether the key exchange is open; later, a new device cannot take part."""
         return self.secagg_round.phase is SecaggPhase.KEYS
 
     def check_deadline(self, now: float) -> str:
@@ -97,10 +95,7 @@ class SecureAggregation:
         return self.secagg_round.failure_reason
 
     def on_window_missed(self, reason: str) -> str:
-        """Fail the round if its key exchange is over, because no further device can join.
-
-        Return why the round must be abandoned, or "".
-        """
+        """Fail the round if its key exchange is over, because no further device can join; return `failure_reason`."""
         if self.secagg_round.phase is not SecaggPhase.KEYS:
             self.secagg_round.fail(reason)
         return self.secagg_round.failure_reason
@@ -121,7 +116,7 @@ class SecureAggregation:
 
 
 def make_aggregation(plan: RoundPlan, session: str) -> Aggregation:
-    """Return the aggregation of a new round: secure if the plan says so. `session` names the round."""
+    """Return the aggregation of a new round: secure if `plan.secure`. `session` is a unique name of the round."""
     if not plan.secure:
         return PlainAggregation()
     return SecureAggregation(

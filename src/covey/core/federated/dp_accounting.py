@@ -28,7 +28,6 @@ class Noise(msgspec.Struct, frozen=True):
 
     @property
     def mu_squared_per_round(self) -> float:
-        """Amount that one round adds to the sum of mu squared."""
         return 1 / self.multiplier**2
 
     @property
@@ -71,9 +70,9 @@ def compute_noise_multiplier(eps: float, delta: float) -> float:
 
 
 def _smallest_fitting(fits: Callable[[float], bool], limit: float) -> float:
-    """Return the smallest positive number that fits, rounded up. All greater numbers must fit too.
+    """Return the smallest positive number that fits; every greater number must fit too.
 
-    If none fits up to the first power of two that is at least `limit`, return that power.
+    If no number up to the first power of two that is at least `limit` fits, return that power.
     """
     low, high = 0.0, 1.0
     while not fits(high) and high < limit:

@@ -42,7 +42,8 @@ FederationEvent = MessageReceived | ConnectionLost | Tick
 class FederationMachine:
     """State machine of one federated cluster. The effects that a method returns must be carried out in order.
 
-    Administrative requests raise `UsageError` if they are refused; most are, unless `state` is CLUSTER_READY.
+    Refused administrative requests raise `UsageError`. `scale_out`, `scale_in` and `request_new_instance` are refused unless
+    `state` is CLUSTER_READY.
     """
 
     def __init__(
@@ -142,10 +143,7 @@ class FederationMachine:
             self.roster.send_instructions(step, self.make_instructions())
 
     def _form_if_complete(self, step: Step) -> None:
-        """Open the first round if enough servers are alive, with plan and model of the server that has the newest model.
-
-        If several have it, the lowest rank decides. Publish a warning for each server that has another plan.
-        """
+        """Open the first round if enough servers are alive, with plan and model of the server that has the newest model."""
         members = self.roster.form()
         if not members:
             return
@@ -190,7 +188,7 @@ class FederationMachine:
     # -- administrative requests -------------------------------------------------------------------------------------
 
     def scale_out(self, more: int, now: float) -> list[FederationEffect]:
-        """Raise the target size by `more`; servers that wait, and servers that register later, become members.
+        """Raise the target size by `more`; waiting servers and servers that register later become members.
 
         Refused if `more` is less than 1, or the target would exceed `SERVERS_MAX`.
         """
@@ -233,10 +231,7 @@ class FederationMachine:
         return self._finish_request(step)
 
     def set_enabled(self, enabled: bool, now: float) -> list[FederationEffect]:
-        """Enable or disable the instance; a finished one stays finished. Counted updates are kept.
-
-        Refused while the cluster forms.
-        """
+        """Enable or disable the instance, unless it is finished. Refused while the cluster forms."""
         step = self._begin_step(now)
         if self.round.stage is RoundStage.FORMING:
             raise UsageError("The cluster is not ready.")
@@ -268,7 +263,6 @@ class FederationMachine:
 
     @property
     def counted_updates(self) -> int:
-        """Number of updates of the current round that the members have reported."""
         return self.round.count_updates(self.roster.members())
 
     # -- the record --------------------------------------------------------------------------------------------------

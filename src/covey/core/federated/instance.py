@@ -40,7 +40,7 @@ class FederatedInstance:
     def start_round(self, step: Step, round_number: int) -> None:
         """Update the state for a round that opens: finish after the last iteration, and start a requested instance.
 
-        Then finish, also a new instance, if another round would exceed the privacy budget. Publish changes.
+        Then finish the current instance if another round would exceed the privacy budget. Publish changes of the state.
         """
         if self.state is not InstanceState.FINISHED and self.iteration_of(round_number) > self.plan.iterations:
             self.state = InstanceState.FINISHED
@@ -54,7 +54,7 @@ class FederatedInstance:
             step.out.publish("cluster", "finished", blocker, Level.WARNING)
 
     def begin(self, step: Step, plan: RoundPlan, round_number: int) -> None:
-        """Start a new instance with this plan and this round as iteration 1. The privacy loss is kept."""
+        """Start a new instance with this plan; this round is its iteration 1, and the privacy loss is kept."""
         self.plan, self.next_plan = plan, None
         self.base, self.state = round_number - 1, InstanceState.RUNNING
         self.missed_count, self.best = 0, (-1, 0.0)
@@ -80,7 +80,8 @@ class FederatedInstance:
     def on_round_done(self, step: Step, round_number: int, metrics: dict[str, float]) -> None:
         """Add the round's privacy loss, and record the round if its loss is the best so far.
 
-        The loss is the metric `central_loss`, else `loss`. Finish if the best round was `patience` rounds ago (0: never).
+        The loss is the metric `central_loss`, else `loss`. Finish if the best round was at least `patience` rounds ago (0:
+        never).
         """
         self.spent += self.plan.noise.mu_squared_per_round if self.plan.noise is not None else 0.0
         loss = metrics.get("central_loss", metrics.get("loss"))

@@ -442,9 +442,9 @@ def async_update_start_round(key: str) -> int:
 
 
 def replica_keeper(node_id: str, members: Sequence[ServerInfo]) -> ServerInfo | None:
-    """Return the member that stores replicas of a server's updates: the next by rank, on another host if there is one.
+    """Return the member that stores replicas of a server's updates: the next by rank (cyclic), on another host if possible.
 
-    None if there is no other member. For a server that is not a member, the one with the lowest rank.
+    None if there is no other member. If the server is not a member, the member with the lowest rank.
     """
     mine = next((peer for peer in members if peer.node_id == node_id), None)
     others = sorted((peer for peer in members if peer is not mine), key=lambda peer: peer.rank)
@@ -461,6 +461,6 @@ def should_evaluate(plan: RoundPlan, cluster_id: str, iteration: int, device: st
 
 
 def hash_fraction(seed: str, device: str) -> float:
-    """Return a number from 0 to 1, made from a hash of both arguments. It is predictable."""
+    """Return a number from 0 to 1, made from a hash of both arguments."""
     digest = hashlib.blake2b(f"{seed}/{device}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

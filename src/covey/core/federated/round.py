@@ -75,10 +75,7 @@ class Round:
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def admit(self, step: Step, request: AdmitDevices) -> DevicesAdmitted:
-        """Admit devices to the round; return which were admitted, and why others were not.
-
-        A full round still admits a device again, unless its key exchange is over.
-        """
+        """Admit devices to the round; return which devices were admitted, and why the others were not."""
         if request.round == self.number and not self.aggregation.admits_devices:
             reason = f"iteration {self.iteration} has completed its key exchange and admits no more devices"
             return DevicesAdmitted(request.round, (), request.ids, reason)
@@ -107,11 +104,7 @@ class Round:
         self.window.admit(devices)
 
     def handle_secagg_request(self, step: Step, message: SecaggForward) -> SecaggReply:
-        """Handle a device's request of the secure aggregation protocol, and return the reply.
-
-        The verdict is DONE for the previous round, unless that was abandoned. It is LATE for other rounds, and if this round is
-        abandoned or not secure.
-        """
+        """Handle a device's request of the secure aggregation protocol, and return the reply."""
         if message.round == self.number - 1 != self.voided[0]:
             return SecaggReply(message.serial, SecaggVerdict.DONE, "the round is done")
         if message.round == self.number and not self.abandon_reason:
@@ -126,7 +119,7 @@ class Round:
     # -- opening -----------------------------------------------------------------------------------------------------
 
     def open_first(self, step: Step, maker: ServerMember, reason: str) -> None:
-        """Open the round that follows the newest model of server `maker`; its status must be known."""
+        """Open the round that follows the newest model of server `maker`, whose status must be known."""
         assert maker.status is not None
         self.number, self.digest, self.source = maker.status.model_round + 1, maker.status.digest, maker.node_id
         self._open(step, reason)
@@ -152,16 +145,13 @@ class Round:
     # -- servers -----------------------------------------------------------------------------------------------------
 
     def note_losses(self, losses: Losses) -> None:
-        """Record lost parts, and up to which round the ids of counted updates may be lost (`forgotten`).
-
-        The current round is included only if it is closed.
-        """
+        """Record lost parts, and set `forgotten` if ids of counted updates are lost."""
         self.missing += tuple(node_id for node_id in losses.missing if node_id not in self.missing)
         if losses.updates_forgotten:
             self.forgotten = self.number - (self.stage is RoundStage.OPEN)
 
     def reseal(self) -> None:
-        """Return to SEALING from UNMASKING or SUMMING, because parts may have moved to other members."""
+        """Return to SEALING from UNMASKING or SUMMING, because parts may have moved; do nothing in other stages."""
         if self.stage in (RoundStage.UNMASKING, RoundStage.SUMMING):
             self._start_sealing()
 
@@ -233,7 +223,7 @@ class Round:
     def _on_all_sealed(self, step: Step, members: Sequence[ServerMember], able: Sequence[ServerMember]) -> bool:
         """Start summing or unmasking, or abandon the round; return whether it was abandoned.
 
-        Every part must be sealed. `able` are the servers that have the previous model, which the aggregator needs.
+        `able` are the members that have the previous model; one of them becomes the aggregator.
         """
         if not self.abandon_reason:
             if not self.count_updates(members):
@@ -256,7 +246,6 @@ class Round:
         return False
 
     def _abandon(self, step: Step, reason: str) -> bool:
-        """Abandon the round: publish that, and go to SEALING. Return True."""
         self.abandon_reason, self.reason = reason, f"abandoned: {reason}"
         self._start_sealing()
         text = f"iteration {self.iteration} is repeated and its updates are discarded: {reason}"
@@ -264,7 +253,6 @@ class Round:
         return True
 
     def _finish(self, step: Step, maker: ServerMember, members: Sequence[ServerMember]) -> bool:
-        """Complete this round with the model of server `maker`, and open the next one. Return True."""
         assert maker.status is not None
         self.digest, self.source = maker.status.digest, maker.node_id
         if self.abandon_reason:

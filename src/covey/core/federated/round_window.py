@@ -1,7 +1,7 @@
 """Admissions and time windows of one round: for devices to join, for updates, and for the whole round.
 
-A window that ends with too few devices or updates is *missed*. It restarts, and the round keeps its updates. A full round then
-admits one further device for each missing update.
+A window that ends with too few devices or updates is *missed*. The window restarts, and a full round then admits one further
+device for each missing update.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RoundWindow:
             self._first_join_at = now
 
     def decide_closing(self, counted: int, now: float) -> ThresholdReached | WindowMissed | None:
-        """Decide whether the round closes with `counted` updates, or has missed a window; return None if neither.
+        """Return whether the round closes with `counted` updates or has missed a window; None if neither.
 
         A missed window is counted and restarts.
         """
@@ -89,6 +89,6 @@ class RoundWindow:
         return None
 
     def _admit_more(self, devices: int) -> None:
-        """If the round is full, raise its capacity, so that it admits this number of further devices."""
+        """Raise the capacity of a full round, so that it can admit this number of further devices."""
         if self.is_full:
             self._capacity = len(self.admitted) + devices

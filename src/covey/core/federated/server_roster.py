@@ -1,8 +1,8 @@
 """Servers of a federated cluster: registration, loss, adoption of logs, generations and scaling.
 
 The members of a generation are fixed. A lost server stays a member at first: it may return, or another member may adopt its log
-(`LogAdoption`). If neither happens within `return_timeout_s` while another member is alive, it is removed, and the round
-continues without its part. A change of the members, and the return of a restarted member, start a new generation.
+(`LogAdoption`). If neither happens within `return_timeout_s` while another member is alive, the lost server is removed, and its
+part of the round is lost. A change of the members, and the return of a restarted member, start a new generation.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ServerMember(msgspec.Struct, frozen=True):
 
     @property
     def has_left(self) -> bool:
-        """Whether this process is being or was scaled in; it is not made a member again."""
+        """Whether this process is being or was scaled in."""
         return self.leaving or (self.status is not None and self.status.drained)
 
     def totals_of(self, round_number: int) -> RoundTotals:
@@ -112,7 +112,7 @@ class Membership(msgspec.Struct, frozen=True):
 
 
 class Roster:
-    """Table of all servers: members, and servers that wait, have left or were given up. It owns generation and target size."""
+    """Table of all servers, members or not, with the generation and the target size of the cluster."""
 
     def __init__(self, server_num: int, timeouts: ServerTimeouts, now: float) -> None:
         self.timeouts = timeouts
@@ -158,7 +158,8 @@ class Roster:
     def register(self, step: Step, connection: int, request: RegisterServer, *, key: bytes, is_forming: bool) -> Losses | None:
         """Register a server and reply with `ServerRegistered`; return what the round has lost.
 
-        Return None if the server is refused, or if its connection is closed because its replicas are being adopted.
+        Return None if the server is refused, or its connection is closed because another server is adopting replicas of its
+        updates.
         """
         node_id = request.node_id or self._choose_node_id(request, is_forming)
         known = self.servers.get(node_id)
@@ -219,16 +220,15 @@ class Roster:
         return losses
 
     def _awaits_replica_adoption(self, server: ServerMember) -> bool:
-        """Return whether another live server was told to adopt replicas of this server's updates and has not replied yet."""
         adoption = self._adoptions.get(server.instance_id)
         adopter = self.servers.get(adoption.adopter) if adoption is not None and adoption.from_replica else None
         return adopter is not None and adopter.alive
 
     def _choose_node_id(self, request: RegisterServer, is_forming: bool) -> str:
-        """Return the id of the known server at this host and port, if that is disconnected or the same process.
+        """Return the id of the known server at this host and port, if that server is disconnected or the same process.
 
         Otherwise return a free number: the preferred one if it is below the target size, else the lowest. While the cluster
-        forms, a server without a preference gets the highest below the target size, if one is free.
+        forms, a server without a preference gets the highest free number below the target size.
         """
         for server in self.servers.values():
             if (server.host.id, server.http_address) == (request.host.id, request.http_address) and (
@@ -270,7 +270,7 @@ class Roster:
             self._on_server_lost(step, server, reason)
 
     def check_heartbeats(self, step: Step) -> None:
-        """Disconnect servers whose `last_heartbeat_at` is more than `heartbeat_timeout_s` ago; they are lost."""
+        """Disconnect servers that sent no heartbeat for more than `heartbeat_timeout_s`, and treat them as lost."""
         limit_s = self.timeouts.heartbeat_timeout_s
         for server in list(self.servers.values()):
             if server.connection and step.now - server.last_heartbeat_at > limit_s:
@@ -289,8 +289,8 @@ class Roster:
     def resolve_lost_servers(self, step: Step, announced: tuple[ServerInfo, ...], round_number: int) -> Losses:
         """Let other servers adopt the logs of lost and drained members; return what the round has lost.
 
-        A drained member without updates of this round and without an adopter is removed. If a member is lost for
-        `return_timeout_s` and another one is alive, it is removed and its log abandoned.
+        A drained member without updates of this round and without an adopter is removed. A member that is lost for
+        `return_timeout_s` while another member is alive is removed, and its log abandoned.
         """
         losses = NO_LOSSES
         if not any(server.alive for server in self.members()):
@@ -310,9 +310,9 @@ class Roster:
         return losses
 
     def _find_adopter(self, step: Step, server: ServerMember, announced: tuple[ServerInfo, ...]) -> None:
-        """Choose the adopter of a log: a live member on the server's host, or the one that has its replicas.
+        """Choose a live member that adopts the server's log, if there is one and none is chosen yet.
 
-        Replicas are adopted if no such member exists, or the log is locked. Do nothing if none is able, or one is chosen.
+        It is a member on the server's host, or the member that has its replicas (preferred if the log is locked).
         """
         adoption = self._adoptions.get(server.instance_id)
         if adoption is not None:
@@ -333,10 +333,7 @@ class Roster:
             )
 
     def _on_log_adopted(self, step: Step, instance_id: str, adopter: ServerMember, round_number: int) -> Losses:
-        """Remove the server whose log was adopted from the members; return what the round has lost.
-
-        With durability "none" its part is lost. After an adoption of replicas its own log is void.
-        """
+        """Remove the server whose log was adopted from the members; return what the round has lost."""
         losses = NO_LOSSES
         adoption = self._adoptions.pop(instance_id, None)
         for lost in self.members():
@@ -354,7 +351,6 @@ class Roster:
         return losses
 
     def _give_up_log(self, step: Step, server: ServerMember, round_number: int) -> Losses:
-        """Abandon the log of a lost server and remove the server from the members; return what the round has lost."""
         losses = _loss_of_part(server)
         self.voids[server.node_id] = round_number
         self._adoptions.pop(server.instance_id, None)
@@ -384,8 +380,10 @@ class Roster:
         return self.members()
 
     def start_generation_if_changed(self, step: Step, announced: tuple[ServerInfo, ...]) -> bool:
-        """Add waiting servers up to the target size. Start a generation if the members differ from the announced ones, or a
-        restarted member is alive again; return whether one was started."""
+        """Add waiting servers up to the target size, and start a generation if needed; return whether one was started.
+
+        It is needed if the members differ from the announced ones, or a restarted member is alive again.
+        """
         for server in list(self.servers.values()):
             has_room = len([member for member in self.members() if not member.leaving]) < self.wanted
             if server.alive and not server.is_member and not server.has_left and has_room:
@@ -475,7 +473,7 @@ class Roster:
         }
 
     def restore(self, record: FederationRecord, now: float) -> None:
-        """Restore the servers of the previous scheduler as disconnected. No log is adopted within `REATTACH_GRACE_S`."""
+        """Restore the servers of the previous scheduler as disconnected; no log is adopted within `REATTACH_GRACE_S`."""
         self.generation = record.generation
         self.wanted, self.wanted_before, self.operation = record.wanted, record.wanted_before, record.operation
         self.voids = dict(record.voids)
@@ -483,14 +481,13 @@ class Roster:
             self.servers[server.node_id] = _from_record(server, now + REATTACH_GRACE_S)
 
     def _replace(self, server: ServerMember, **changes: Any) -> ServerMember:
-        """Change fields of a server's current record and return the new record. `server` may be an older version of it."""
+        """Change fields of a server's current record and return the new record; `server` may be an outdated record."""
         changed = msgspec.structs.replace(self.servers[server.node_id], **changes)
         self.servers[server.node_id] = changed
         return changed
 
 
 def _loss_of_part(server: ServerMember) -> Losses:
-    """Return the losses if all updates of a server are lost; only a member has a part of the round."""
     return Losses((server.node_id,) if server.is_member else (), updates_forgotten=True)
 
 

@@ -1,17 +1,15 @@
 """Claims of one server: which updates of a round the server may count.
 
-Theory of operation. Every device id has one *owner* among the servers of a generation. A server that receives an update claims
-the id at its owner. It logs, adds and acknowledges the update only if the claim is granted. The owner's table is in memory and
-starts empty in each generation. Every server reports to every owner the updates it holds of the owner's ids (`HeldUpdates`),
-and an owner grants no claim before all members have reported. An id is therefore granted to one server at a time, and grants of
-earlier generations are in the new tables because their holders reported them. A grant of an earlier generation that arrives
-late is void; the claim is sent again.
+Every device id has one *owner* among the members of a generation. A server that receives an update claims the id at its owner.
+It logs, adds and acknowledges the update only if the claim is granted. The owner's table is in memory and starts empty in each
+generation. Every member reports to every owner the updates it holds of the owner's ids (`HeldUpdates`), and an owner grants no
+claim before all members have reported. An id is therefore granted to one server at a time, also across generations. A grant of
+an earlier generation that arrives late is void; the claim is sent again.
 
 With an asynchronous strategy, the id is that of one update (`async_update_key`): device, and the round it began with.
 
-An owner does not reply to a claim that it cannot decide yet: a report is missing, its round is not known here, or the update
-was granted to another server that has not reported it as logged. `tick` repeats such claims. If that other server is gone, its
-log decides; a new generation starts when the log was read.
+An owner does not reply to a claim that it cannot decide yet: a report is missing, the claim is of a newer round, or the update
+was granted to another server that has not reported it as logged. `tick` repeats such claims.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ class Claims:
         return self.is_member and len(self._reported_servers) == len(self.members) - 1
 
     def is_known_counted(self, round_number: int, device: str) -> bool:
-        """Return whether this server knows that an update is counted, here or elsewhere. If False, it may be counted."""
+        """Return whether this server knows that an update is counted; if False, another server may still have counted it."""
         owned = self._holders.get(round_number, {}).get(device, ("", False))[1]
         return (
             owned or self.held_updates.get(round_number, {}).get(device, False) or (round_number, device) in self._known_counted
@@ -133,10 +131,10 @@ class Claims:
         self.held_updates.setdefault(round_number, {}).update(dict.fromkeys(devices, True))
 
     def apply_instructions(self, instructions: ServerInstructions, now: float) -> list[ClaimEffect]:
-        """Apply new instructions and forget rounds that are too old. Return the effects.
+        """Apply new instructions and forget rounds that are too old; return the effects.
 
-        They reject pending updates that can no longer be counted. In a new generation, if this server is a member, they report
-        held updates to the other members and resend pending claims.
+        The effects reject pending updates that can no longer be counted. In a new generation, if this server is a member, they
+        also report held updates to the other members and resend pending claims.
         """
         self._retained_rounds, self._forgotten = instructions.plan.staleness + 1, instructions.forgotten
         leaving = self.node_id in instructions.leaving
@@ -169,7 +167,6 @@ class Claims:
         return out
 
     def _reject_pending(self) -> list[ClaimEffect]:
-        """Reject pending updates that this server can no longer count, and forget their claims."""
         # Claims of a round that has just closed stay pending, because the id's owner may know that the update is counted.
         expired = [key for key in self._pending_claims if self._rejects_updates or key[0] < self.round - self._retained_rounds]
         for key in expired:
@@ -196,7 +193,7 @@ class Claims:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_update_received(self, round_number: int, device: str, now: float) -> list[ClaimEffect]:
-        """Claim an update that was received and checked; return the effects. The decision may follow in later effects."""
+        """Claim an update that was received and checked; return the effects. The decision may come with later effects."""
         held = self.held_updates.get(round_number, {}).get(device)
         if held or (self._allows_stale_updates and any(ids.get(device) for ids in self.held_updates.values())):
             return [RejectUpdate(round_number, device, UpdateOutcome.COUNTED)]
@@ -229,7 +226,7 @@ class Claims:
         return self._release_claims(round_number, [device])
 
     def is_fully_logged(self, round_number: int) -> bool:
-        """Return whether all updates of a round that were granted to this server are logged; then the part may be sealed."""
+        """Return whether all updates of a round that were granted to this server are logged."""
         return all(self.held_updates.get(round_number, {}).values())
 
     def tick(self, now: float) -> list[ClaimEffect]:
@@ -287,7 +284,7 @@ class Claims:
         return self._retained_rounds > 1
 
     def _find_holder(self, round_number: int, device: str) -> tuple[str, bool]:
-        """Return, as owner, the node id of the server that holds an update ("" if none) and whether it is logged there.
+        """Return, as owner, the node id of the server that holds an update ("" if none) and whether the update is logged there.
 
         If stale updates are allowed, all remembered rounds are searched.
         """
@@ -295,7 +292,7 @@ class Claims:
         return max((ids[device] for ids in rounds if device in ids), key=lambda entry: entry[1], default=("", False))
 
     def _decide_claim(self, sender: str, claim: Claim) -> ClaimReply:
-        """Decide a claim as owner, and record the grants. Ids that are in no list of the reply cannot be decided yet."""
+        """Decide a claim as owner, and record the grants. Ids in no list of the reply cannot be decided yet."""
         verdict = ClaimReply(claim.generation, claim.round)
         if claim.generation != self.generation or not self.has_all_reports or claim.round > self.round:
             return verdict

@@ -15,8 +15,8 @@ from covey.core.msjob.status import FAILED, SUCCEEDED, JobStatus
 def check_success(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
     """End the job as Succeeded, and return the verdict, if enough workers succeeded; otherwise return "".
 
-    Enough are all workers, or worker 0 unless successPolicy is AllWorkers. With dynamic workers, one is enough if all others
-    failed.
+    All workers are enough; worker 0 is enough unless successPolicy is AllWorkers. With dynamic workers, one is enough if all
+    others failed.
     """
     job, pods, finished = context.job, context.pods, status.finished_pods
     workers = context.expected_workers(status.world)

@@ -69,10 +69,7 @@ def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> Reconcil
 
 
 def _plan_invalid_job(status: JobStatus, out: PlanBuilder, message: str) -> ReconcilePlan:
-    """Fail a job that has not started or is suspended; a finished job does not change.
-
-    A started job keeps running, without actions until its spec is valid again. Record an event for each new message.
-    """
+    """Fail a job that has not started or is suspended; leave a started or finished job as it is."""
     if status.final_condition or (status.world and not status.report_text("refused", message)):
         return out.build(None, message)
     out.record_event("InvalidSpec", message, warn=True)
@@ -85,7 +82,7 @@ def _plan_invalid_job(status: JobStatus, out: PlanBuilder, message: str) -> Reco
 def record_remarks(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
     """Record an event for each remark about the spec, unless the job has the condition Created already.
 
-    Set the label process-recover-enable to on if the job has recovery strategies and the label is missing.
+    Also set the label process-recover-enable to on if the job has recovery strategies and lacks this label.
     """
     if context.job.recovery.strategies and "process-recover-enable" not in context.labels:
         out.add(SetLabel("process-recover-enable", "on"))
@@ -127,7 +124,7 @@ def suspend_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder) 
 
 
 def start_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Record the start of a job that is new or was suspended: the number of its pods, and the time. No effect on others."""
+    """Record number of pods and start time of a job that is new or was suspended; do nothing for other jobs."""
     if status.has_condition(SUSPENDED):
         message = "runPolicy.suspend is no longer set: the job's pods are created again"
         status.clear_condition(SUSPENDED, "MSJobResumed", message)

@@ -38,10 +38,7 @@ def drop_finished_replacements(context: ReconcileContext, status: JobStatus, out
 
 
 def record_finished_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Record the expected pods that succeeded, because their objects may be garbage-collected and they must not run again.
-
-    Pods whose outcome is ignored (`is_abandoned`) are left out.
-    """
+    """Record the expected pods that succeeded, because they must not run again after their objects are garbage-collected."""
     existing = [context.pods[name] for _, _, name in context.expected_pods(status.world) if name in context.pods]
     status.add_finished_pods({pod.name for pod in existing if pod.succeeded and not is_abandoned(status, pod)})
 
@@ -190,9 +187,9 @@ def report_gone_pods(context: ReconcileContext, status: JobStatus, out: PlanBuil
 
 
 def trains_without_replaced(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> bool:
-    """Return whether the other workers train without every replaced pod; True if there is none.
+    """Return whether training continues without the pods that are being replaced; also True if no pod is being replaced.
 
-    Also record events for pods without which they train, once per pod.
+    Record an event for each pod when training first continues without it.
     """
     for name, note in status.replacements.items():
         if not _can_train_without(context, name):
@@ -215,22 +212,21 @@ def unhealthy_nodes(context: ReconcileContext) -> list[str]:
 
 
 def is_abandoned(status: JobStatus, pod: PodState) -> bool:
-    """Return whether a pod's outcome is ignored: it is being replaced, or is a terminating pod of an earlier start."""
+    """Return whether a pod's outcome is ignored: it is being replaced, or is terminating and predates the job's last start."""
     started = status.read_time("startTime") or 0.0
     is_from_earlier_start = pod.is_terminating and pod.created_at is not None and pod.created_at < started
     return is_from_earlier_start or status.replacements.get(pod.name, {}).get("uid") == pod.uid
 
 
 def _scheduler_status_outside(context: ReconcileContext, status: JobStatus, name: str) -> SchedulerStatus | None:
-    """Return the status of the job's scheduler; None if it is unknown, the scheduler runs in this pod, or pods do not connect
-    to each other."""
+    """Return the status of the job's scheduler; None if it is unknown, or no scheduler runs outside this pod."""
     first = context.address_role(status.world)
     is_outside = first is not None and name != pod_name(context.job.name, first.key, 0)
     return context.observed.scheduler_status if is_outside else None
 
 
 def _can_train_without(context: ReconcileContext, name: str) -> bool:
-    """Return whether the other workers train without this pod (elastic-training)."""
+    """Return whether elastic-training is set and the scheduler is READY without a worker in this pod."""
     scheduler = context.observed.scheduler_status
     return (
         context.job.recovery.is_elastic
@@ -241,10 +237,7 @@ def _can_train_without(context: ReconcileContext, name: str) -> bool:
 
 
 def _describe_node_problem(context: ReconcileContext, out: PlanBuilder, pod: PodState) -> str:
-    """Return why a pod must leave its node, such as "on the lost node n"; "" if it can stay.
-
-    A node that is ready but unhealthy is a reason only with a subHealthyStrategy, and not for a terminating or failed pod.
-    """
+    """Return why a pod must leave its node, such as "on the lost node n"; "" if it can stay."""
     if _is_node_lost(context, out, pod):
         return f"on the lost node {pod.node_name}"
     if not context.job.recovery.subhealthy_strategy or pod.is_terminating or pod.failed:
@@ -254,9 +247,9 @@ def _describe_node_problem(context: ReconcileContext, out: PlanBuilder, pod: Pod
 
 
 def _is_node_lost(context: ReconcileContext, out: PlanBuilder, pod: PodState) -> bool:
-    """Return whether a pod's node has not been ready for the job's node-lost timeout; False if the pod has ended.
+    """Return whether a pod's node has been not ready for the job's node-lost timeout; False if the pod has ended.
 
-    If the node is not ready, but not yet for that time, requeue for its end.
+    While the timeout runs, requeue for its end.
     """
     since = pod.node_lost_since(context.observed.nodes)
     if since is None or pod.succeeded or pod.failed:

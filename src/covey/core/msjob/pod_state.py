@@ -38,7 +38,6 @@ class PodState:
 
     @property
     def controller_uid(self) -> str:
-        """UID of the pod's controller; "" for an orphan."""
         return controller_uid_of(self.pod)
 
     @property
@@ -79,7 +78,6 @@ class PodState:
 
     @property
     def kubelet_restarts(self) -> int:
-        """Number of restarts of the pod's containers, init containers included."""
         statuses = [*(self._status.get("initContainerStatuses") or []), *(self._status.get("containerStatuses") or [])]
         return sum(int(status.get("restartCount") or 0) for status in statuses)
 
@@ -94,13 +92,11 @@ class PodState:
 
     @property
     def disrupted(self) -> bool:
-        """Whether the pod failed, and not because of its program: its main container has no exit code (evicted, preempted,
-        node lost), or the pod is being deleted."""
+        """Whether the pod failed without an exit code of its main container (such as by eviction) or while being deleted."""
         return self.failed and (self.exit_code is None or self.is_terminating)
 
     @property
     def end_reason(self) -> str:
-        """Exit code of the main container, or the pod's reason and message if it has none, for a message."""
         if self.exit_code is not None:
             signal = f" (signal {self.exit_code - 128})" if 128 < self.exit_code < 160 else ""
             return f"exit code {self.exit_code}{signal}"
@@ -127,7 +123,7 @@ class PodState:
     def node_lost_since(self, nodes: Mapping[str, Mapping[str, Any]] | None) -> float | None:
         """Return since when the pod's node is not ready; 0 if the node does not exist, or the time is unknown.
 
-        None if the node is ready or does not report it, if the pod has no node yet, or if `nodes` is None (not known).
+        None if the node is ready or has no condition Ready, if the pod has no node yet, or if `nodes` is None.
         """
         if not self.node_name or nodes is None:
             return None

@@ -1,7 +1,6 @@
 """Type check of the fields of a pod template that covey reads; the schema of the custom resource does not check most of them.
 
-The API server would refuse an invalid pod only when the operator creates it. Because of this check, the job fails earlier,
-with the path of the field.
+The check reports an invalid field before the operator creates the pod.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Input of a reconcile pass; a pass changes none of these objects."""
+"""Input of a reconcile pass: the job, its observed objects and the time. A pass changes none of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
     has_pod_group: bool
 
     def expected_pods(self, world: Mapping[str, int]) -> list[tuple[ReplicaSpec, int, str]]:
-        """Return role, index and name of every pod in a world of this size, sorted by role and index."""
+        """Return role, index and name of every pod in a world of this size, in the order of `job.roles` and by index."""
         return [
             (role, index, pod_name(self.job.name, role.key, index))
             for role in self.job.roles

@@ -68,7 +68,7 @@ def is_joining(context: ReconcileContext, status: JobStatus, name: str) -> bool:
 
 
 def is_leaving(context: ReconcileContext, status: JobStatus, name: str) -> bool:
-    """Return whether this pod belongs to a scale-in for which the scheduler was requested to release workers."""
+    """Return whether this pod belongs to a scale-in in progress."""
     scaling = status.scaling
     return scaling.state is ScalingState.SHRINKING and name in _worker_pods_from(context, status, scaling.target or 0)
 
@@ -96,10 +96,6 @@ def _worker_pods_from(context: ReconcileContext, status: JobStatus, number: int)
 
 
 def _apply_new_size(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Change to the new numbers immediately, because no pod has started, or workers are dynamic.
-
-    Unless workers are dynamic, all pods are deleted, to be created again.
-    """
     world, wanted = status.world, context.job.desired_replicas
     status.drop_formed_world()
     status.resize(wanted)
@@ -110,7 +106,7 @@ def _apply_new_size(context: ReconcileContext, status: JobStatus, out: PlanBuild
 
 
 def _await_scheduler(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Requeue until the end of the wait for a scheduler that answers and is resizable; after it restart or keep the size."""
+    """Wait until a scheduler answers and is resizable; when the time for that has passed, restart or keep the size."""
     late_at = (status.running_since or context.now) + NO_SCHEDULER_AFTER_S
     why = "the job has no covey scheduler that answers"
     if status.has_progress:
@@ -124,7 +120,7 @@ def _await_scheduler(context: ReconcileContext, status: JobStatus, out: PlanBuil
 def _restart_or_keep_size(context: ReconcileContext, status: JobStatus, out: PlanBuilder, why: str) -> None:
     """Restart all pods with the new numbers if the job's policies allow it and no pod is being replaced.
 
-    Otherwise the job keeps its size, and an event says so once.
+    Otherwise keep the size, and record one event.
     """
     job, wanted = context.job, describe_world(context.job.desired_replicas) or "no pod"
     request = f"cannot resize the running job from {describe_world(status.world)} to {wanted}: {why}"
@@ -141,9 +137,9 @@ def _restart_or_keep_size(context: ReconcileContext, status: JobStatus, out: Pla
 
 
 def _restart_all(context: ReconcileContext, status: JobStatus, out: PlanBuilder, message: str) -> None:
-    """Record a restart of all pods with the numbers in the spec; later steps delete and create them.
+    """Record a restart of all pods with the numbers in the spec; later steps delete and create the pods.
 
-    A requested restart counts against no limit; the kubelet's restarts so far remain counted.
+    This restart is not counted; the kubelet's restarts of the present pods stay counted.
     """
     status.count_restarts(sum(pod.kubelet_restarts for pod in context.pods.values()))
     status.restart(context.job.desired_replicas)
@@ -156,7 +152,6 @@ def _restart_all(context: ReconcileContext, status: JobStatus, out: PlanBuilder,
 
 
 def _start_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Begin a scale-out: record the new number of pods, and send the scheduler the number of workers that may join."""
     wanted, previous = context.job.desired_replicas, status.world[WORKER_ROLE]
     status.keep_formed_world()
     status.resize(wanted)
@@ -170,10 +165,6 @@ def _start_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder
 
 
 def _finish_growth_if_joined(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Repeat the announcement if it is needed, and end a scale-out when every new pod has a worker in the world.
-
-    In other states than GROWING, the resize is forgotten once no announcement is pending.
-    """
     scaling, scheduler = status.scaling, context.observed.scheduler_status
     _announce_workers(context, status, out)
     if scaling.state is not ScalingState.GROWING:
@@ -187,9 +178,9 @@ def _finish_growth_if_joined(context: ReconcileContext, status: JobStatus, out: 
 
 
 def _announce_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Send the scheduler the number of workers that may join, until its target is the number of expected workers.
+    """Send the scheduler the number of workers that may join; repeat that every `REQUEST_RETRY_S` until its target is right.
 
-    Send it at most every `REQUEST_RETRY_S`, and not while the scheduler is unknown or not resizable, or its world is larger.
+    Send nothing while the scheduler is unknown or not resizable, or its world is larger than the expected number of workers.
     """
     scaling, scheduler = status.scaling, context.observed.scheduler_status
     workers = context.count_workers(status.world) * context.job.processes_per_pod
@@ -208,9 +199,9 @@ def _announce_workers(context: ReconcileContext, status: JobStatus, out: PlanBui
 
 
 def _shrink_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder, scheduler: SchedulerStatus) -> None:
-    """Request that the scheduler releases the workers of the last pods, and repeat that every `REQUEST_RETRY_S`.
+    """Request that the scheduler releases the workers of the last pods, again every `REQUEST_RETRY_S`.
 
-    When they have left, change to the new numbers; a later step deletes the pods.
+    When these workers have left, record the new number of pods; a later step deletes the pods.
     """
     world, wanted, scaling = status.world, context.job.desired_replicas, status.scaling
     leaving = _worker_pods_from(context, status, wanted[WORKER_ROLE])

@@ -84,8 +84,10 @@ class Scaling:
         self._fields.clear()
 
     def announce(self, target: int | None) -> None:
-        """Record the time at which the scheduler is sent the number of additional workers, and the number of Worker pods in
-        the spec (None: it has no such role)."""
+        """Record that the scheduler is sent the number of additional workers at this time.
+
+        `target` is the number of Worker pods in the spec; None: it has no such role.
+        """
         self._fields |= {"to": target, "said": format_timestamp(self._now)}
 
     def end_announcement(self) -> None:

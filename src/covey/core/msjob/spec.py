@@ -1,8 +1,7 @@
 """Parser and validator of MSJobs; every error has the path of its field.
 
 The schema of the custom resource checks the types of most fields. This module checks the rest: roles (in any letter case),
-names that become parts of pod names, pod templates, labels and annotations. `covey submit` and the operator both use it and
-report the same errors.
+names that become parts of pod names, pod templates, labels and annotations.
 """
 
 from __future__ import annotations
@@ -163,7 +162,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def desired_replicas(self) -> dict[str, int]:
-        """Number of pods of each role in the spec."""
         return {role.key: role.replicas for role in self.roles}
 
 
@@ -190,10 +188,7 @@ def pod_name(job: str, key: str, index: int) -> str:
 
 
 def parse_job(job: Mapping[str, Any]) -> Job:
-    """Return the job that an MSJob object describes. Raise `InvalidJob` with the invalid fields.
-
-    Of each pod template, only the first field of a wrong type is included.
-    """
+    """Return the job that an MSJob object describes. Raise `InvalidJob` with the invalid fields."""
     problems: list[FieldError] = []
     metadata, spec = job.get("metadata", {}), job.get("spec") or {}
     name = str(metadata.get("name", ""))
@@ -308,7 +303,6 @@ def _parse_role(
 
 
 def _recover_in_place_remarks(roles: list[ReplicaSpec]) -> Iterator[str]:
-    """Yield a warning for each worker role whose container seems to have no supervisor that could restart its process."""
     for role in roles:
         if role.duty is ReplicaDuty.WORKER and not role.is_supervised and not role.runs_python:
             yield (

@@ -129,8 +129,7 @@ class JobStatus:
 
     @property
     def formed_world(self) -> dict[str, int]:
-        """Number of pods of each role when the cluster formed. Every new pod gets these numbers, also after a resize without a
-        restart."""
+        """Number of pods of each role when the cluster formed, before any resize without a restart."""
         return dict(self._content.get("formed") or self.world)
 
     def start(self, world: dict[str, int]) -> None:

@@ -19,8 +19,10 @@ def parse_timestamp(text: str | None) -> float | None:
 
 
 def parse_seconds(text: str) -> float | None:
-    """Return a number of seconds >= 0; None if `text` is not a decimal number with at most 9 digits before the point and 6
-    after it."""
+    """Return a number of seconds >= 0; None if `text` is invalid.
+
+    Valid is a decimal number with at most 9 digits before the point and 6 after it.
+    """
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text.strip()):
         return None
     return float(text)

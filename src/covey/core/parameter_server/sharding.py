@@ -28,7 +28,6 @@ class Sharding(msgspec.Struct, frozen=True):
 
     @property
     def servers(self) -> set[int]:
-        """All servers that own slots, hold replicas or still have slots to hand over."""
         return {*self.owners, *self.ring, *self.leaving}
 
 

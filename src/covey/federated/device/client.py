@@ -5,8 +5,8 @@
         weights = train(task.weights, task.plan)     # dicts of numpy arrays
         task.send(weights, loss=0.3)
 
-If a server does not reply, or replies that it cannot serve, the device sends the request to the next server. An update that is
-sent several times is counted at most once.
+If a server does not reply, or tells the device to use another one, the device sends the request to the next server. An update
+that is sent several times is counted at most once.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Task:
         self._evaluation: dict[str, str] = {}
 
     def evaluated(self, samples: int, *, loss: float, accuracy: float | None = None) -> None:
-        """Set the result of an evaluation of `weights` on held-out samples, if `plan.evaluate` requests one.
+        """Record the result of evaluating `weights` on held-out samples, for `send`. Call it if `plan.evaluate` is true.
 
-        `send` sends it, except with encrypt_type=DP_ENCRYPT and in a secure round with dp_noise. Raise `UsageError` if
+        The result is not sent with encrypt_type=DP_ENCRYPT, nor in a secure round with dp_noise. Raise `UsageError` if
         `samples` is below 1.
         """
         if samples < 1:
@@ -103,8 +103,8 @@ class Task:
         `weights` has all tensors by name, or is an array of all values. Loss and accuracy are not sent with
         encrypt_type=DP_ENCRYPT, nor in a secure round with dp_noise. Raise `UsageError` if weights do not fit the model or are
         out of the secure round's range, and `ValueError` if they cannot be clipped because they are not finite. Raise
-        `RequestRefused` if a server refuses the update, and `PeerError` if no server replies within `patience_s` or a server
-        tries to learn more than the sum of a secure round.
+        `RequestRefused` if a server refuses the update, and `PeerError` if no server replies within `patience_s` or a reply in
+        a secure round is unsafe.
         """
         flat = self._layout.as_flat_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         noise = self.plan.cipher.noise
@@ -124,10 +124,6 @@ class Task:
         return done
 
     def _upload(self, flat: Floats, fields: dict[str, str]) -> bool:
-        """Send the weights, or their compressed difference to the model if the plan compresses uploads.
-
-        Return False if the round has closed. Raise errors as `Device.update`.
-        """
         kind, rate = self.plan.upload_compress_type, self.plan.upload_sparse_rate
         if kind == update_compression.NO_COMPRESSION:
             return self._device.update({"": flat}, fields, self._layout)
@@ -139,13 +135,12 @@ class Task:
 
     @property
     def update_metadata(self) -> dict[str, str]:
-        """Metadata that every update has, except `timestamp`."""
+        """Metadata of an update without `timestamp`, which `Device.update` adds."""
         device = self._device
         named = {"fl_id": device.fl_id, "iteration": str(self.iteration), "ticket": self.ticket}
         return named | {"data_size": str(device.data_size), "fl_name": device.fl_name}
 
     def _build_metrics(self, loss: float | None, accuracy: float | None) -> DeviceMetrics:
-        """Return the metrics that a secure round adds up in masked form; those that are not known are 0."""
         metrics, evaluation = DeviceMetrics(), self._evaluation
         if loss is not None:
             metrics = metrics._replace(loss_weight=1.0, loss=float(loss))
@@ -286,7 +281,7 @@ class Device:
         self._last_counted_iteration = iteration
 
     def phase(self, path: str, body: bytes) -> SecureAnswer:
-        """Send one request of a secure round and return the reply; if it is NOT_READY, first sleep before the retry.
+        """Send one request of a secure round and return the reply; if the reply is NOT_READY, sleep until its retry time first.
 
         Raise `RequestRefused` if the reply is REQUEST_ERROR, and `PeerError` if no server replies within `patience_s`.
         """
@@ -314,9 +309,9 @@ class Device:
     def _request_with_retry(
         self, path: str, pieces: list[bytes | memoryview], content_type: str
     ) -> tuple[Answer, memoryview, int]:
-        """Send a request to one server after the other until one replies; return reply, body and offset of the model's values.
+        """Send a request to one server after the other until one replies.
 
-        The offset is 0 if the reply has no model. Raise `PeerError` if there is no valid reply within `patience_s`.
+        Return the reply, its body, and the offset of the model's values (0 without a model).
         """
         limit = time.monotonic() + self._patience_s
         while True:
@@ -348,7 +343,7 @@ class Device:
             return response.headers.get_content_type(), memoryview(response.read())
 
     def _sign_request(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
-        """Return the headers that sign a request, without their prefix x-covey-; {} without an identity."""
+        """Return the headers that sign a request, without their prefix x-covey-."""
         if self.identity is None:
             return {}
         digest = hashlib.sha256()
@@ -371,16 +366,12 @@ class Device:
         return self._connection
 
     def _switch_server(self) -> None:
-        """Close the connection and select the next server."""
         with contextlib.suppress(OSError):
             self.close()
         self._server_index = (self._server_index + 1) % len(self._servers)
 
     def _wait_for_retry(self, answer: Answer, *, move_on: bool = False) -> None:
-        """Sleep until `next_req_time` by the server's clock, but at least 10 ms and at most 5 s.
-
-        First switch to the next server if `move_on` is set or the reply has `elsewhere`.
-        """
+        """Sleep until `next_req_time` by the server's clock, but at least 10 ms and at most 5 s."""
         if move_on or answer.elsewhere:
             self._switch_server()
         wait = (int(answer.next_req_time or 0) - answer.timestamp) / 1000
@@ -388,10 +379,7 @@ class Device:
 
 
 def _decode_answer(kind: str, body: memoryview) -> tuple[Answer, memoryview, int]:
-    """Return a reply, its body, and the offset of the model's values, 0 without a model. `kind` is the content type.
-
-    Raise `ValueError` or `MsgspecError` if the reply is invalid.
-    """
+    """Return a reply, its body, and the offset of the model's values (0 without a model). `kind` is the content type."""
     if kind == MSGPACK:
         return _secure_answer_decoder.decode(body), body, 0
     if kind != SAFETENSORS:
@@ -401,10 +389,6 @@ def _decode_answer(kind: str, body: memoryview) -> tuple[Answer, memoryview, int
 
 
 def _decode_model(answer: Answer, body: memoryview, start: int) -> tuple[ModelLayout, Floats]:
-    """Return layout and values of a received model.
-
-    Raise `PeerError` if header and values do not match, and `ValueError` if the body is not safetensors.
-    """
     tensors, _, _ = read_header(body)
     try:
         layout = ModelLayout({name: tuple(tensor["shape"]) for name, tensor in tensors.items()})

@@ -1,7 +1,7 @@
-"""Device side of a secure round: sends the messages of `SecaggSession` to a server.
+"""Device side of a secure round: requests to servers, with the keys, shares and masks of `SecaggSession`.
 
-If the device misses a phase or the round is abandoned, that is not an error: the device can join the next round. It is an error
-if a server's reply is unsafe, so that the device would reveal more than the sum. The device then sends nothing more.
+A device that misses a phase, or whose round is abandoned, can join the next round. If a server's reply would make the device
+reveal more than the sum, the device raises `PeerError` and sends nothing more in this round.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ class RoundMissed(Exception):
 
 
 def send_masked_update(device: Device, task: Task, change: Floats, metrics: DeviceMetrics) -> bool:
-    """Take part in a secure round with this difference to the model.
+    """Take part in a secure round with the difference `change` to the model; return False after `RoundMissed`, else True.
 
-    Return True when the device has done its part, False after `RoundMissed`. Raise `PeerError` if the server's lists are unsafe
-    or no server replies in time, `RequestRefused` if a server refuses a request, and `UsageError` if a value is out of range or
-    certificates are required and missing. Raise `ValueError` if an update to be clipped is not finite, or the server's numbers
-    of samples, devices or indices are invalid.
+    Raise `PeerError` if the server's lists are unsafe or no server replies in time, `RequestRefused` if a server refuses a
+    request, and `UsageError` if a value is out of range or certificates are required and missing. Raise `ValueError` if an
+    update to be clipped is not finite, or the server's numbers of samples, devices or indices are invalid.
     """
     try:
         _run_secagg_round(device, task, change, metrics)
@@ -84,9 +83,9 @@ def _run_secagg_round(device: Device, task: Task, change: Floats, metrics: Devic
 
 
 class DeviceSignatures:
-    """Signatures by which devices with certificates verify each other's keys and lists, if the plan requires it.
+    """Signatures by which devices verify each other's keys and client lists, if the plan requires them.
 
-    The constructor raises `UsageError` if the plan requires it and the device has no identity or no trust.
+    The constructor raises `UsageError` if the plan requires signatures and the device has no identity or no trust.
     """
 
     def __init__(self, device: Device, task: Task) -> None:
@@ -124,9 +123,9 @@ class DeviceSignatures:
         return self._device.identity.sign(encode_list_to_sign(session, clients))
 
     def verify_client_list(self, answer: SecureAnswer, keys: messages.KeyList, clients: tuple[str, ...]) -> None:
-        """Raise `PeerError` if fewer than `keys.needed` devices have signed this list and the round is not done.
+        """Raise `PeerError` if fewer than `keys.needed` devices signed the list `clients`. Do nothing if the round is done.
 
-        This device and the neighbours whose keys were verified count.
+        This device counts, and so does each neighbour whose keys were verified and whose signature in `answer` is valid.
         """
         signed = encode_list_to_sign(keys.session, clients)
         same = {

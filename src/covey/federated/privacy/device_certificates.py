@@ -64,9 +64,9 @@ class DeviceTrust:
     def verify(self, chain: Sequence[bytes], now: datetime) -> tuple[str, PublicKey]:
         """Return device id (the common name, "" if there is none) and public key of a chain of 1 to 3 DER certificates.
 
-        Each certificate must be valid at `now` and issued by the next one, the last one by a root. Raise `ValueError` if it is
-        not, if it is revoked, if its issuer's revocation list is out of date or badly signed, or if the device's key has
-        another type than elliptic curve or RSA. The dates of roots are not checked.
+        Each certificate must be valid at `now` and issued by the next one, the last one by a root. Raise `ValueError` if one is
+        not, is revoked, or has an issuer whose revocation list is out of date or badly signed, or if the device's key is
+        neither elliptic curve nor RSA. The dates of roots are not checked.
         """
         if not 1 <= len(chain) <= CHAIN_LENGTH_MAX:
             raise ValueError(f"the chain has {len(chain)} certificates: expected 1 to {CHAIN_LENGTH_MAX}")

@@ -1,7 +1,7 @@
 """Clipping and Gaussian noise.
 
 Random numbers come from AES-256-CTR. Devices use fresh keys. Servers derive the key from the cluster's key and the round, so
-that every server makes the same model from the same parts.
+that each server computes the same noise.
 """
 
 from __future__ import annotations
@@ -51,9 +51,6 @@ def add_device_noise(change: Floats, noise: Noise) -> Floats:
 
 
 def draw_mean_noise(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
-    """Return the noise for the mean of the clipped differences of `devices` devices.
-
-    It is derived from the cluster's `key` and the round, so each server computes the same noise.
-    """
+    """Return the noise for the mean of `devices` clipped differences, derived from the cluster's `key` and the round."""
     secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=secagg_masks.KEY_BYTES).digest()
     return draw_normal(secret, size) * (noise.noise_std / devices)

@@ -75,7 +75,7 @@ def check_reach(values: NDArray[np.float32], reach: float) -> None:
 
 
 def encode_update(values: NDArray[np.float32], metrics: DeviceMetrics, weight: int, scale: FixedPointScale) -> Words:
-    """Return a device's values and metrics times `weight` as integers modulo 2^32, ready to be masked.
+    """Return a device's values and metrics, times `weight`, as integers modulo 2^32 in the fixed point of `scale`.
 
     If a metric is not finite or its magnitude exceeds METRIC_MAX, all metrics are sent as 0. Raise `UsageError` if a value is
     not finite or its magnitude exceeds `scale.reach`.

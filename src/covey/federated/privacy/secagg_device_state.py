@@ -1,8 +1,8 @@
 """Device side of a secure round without the transport, and the unmasking of a sum.
 
-A device shares two secrets with its neighbours: the seed of its own mask, and the private key of its pairwise masks. A
-`SecaggSession` never reveals shares of both secrets of one device. It therefore accepts one list of the devices whose updates
-are in the sum. It refuses a threshold of half of the shares or fewer.
+A device splits two secrets into shares for itself and its neighbours: the seed of its own mask, and the private key of its
+pairwise masks. A `SecaggSession` never reveals shares of both secrets of one device to a server. It therefore accepts only one
+list of the devices whose updates are in the sum, and refuses a threshold of half of the shares or fewer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SecaggSession:
         return self._keys
 
     def make_shares(self, keys: KeyList) -> tuple[SealedShare, ...]:
-        """Return encrypted shares of both secrets, one pair for each neighbour in the list of keys.
+        """Return encrypted shares of both secrets, one pair for each neighbour in `keys`.
 
         Raise `PeerError` if there are fewer than 3 shares (this device keeps one), the threshold is at most half of them or
         exceeds their number, a device is listed twice, or a key is invalid. Raise `ValueError` for an invalid index.
@@ -116,10 +116,10 @@ class SecaggSession:
         return masked
 
     def reveal_shares(self, clients: tuple[str, ...]) -> tuple[PlainShare, ...]:
-        """Return a share for each device whose shares this one holds: of its seed if it is on the list, else of its key.
+        """Return a share for each device whose shares this one holds: of its seed if `clients` names it, else of its key.
 
-        Raise `PeerError` if the list differs from an earlier one, lacks this device, names a device twice, or names fewer than
-        `keys.needed` of these devices.
+        `clients` are the devices whose updates are in the sum. Raise `PeerError` if they differ from those of an earlier call,
+        lack this device, name a device twice, or name fewer than `keys.needed` of the devices whose shares this one holds.
         """
         if self._revealed_list is not None and self._revealed_list != clients:
             raise PeerError("the server sent a second list of updates in one round: no share was sent for it")

@@ -2,7 +2,7 @@
 
 X25519 gives two devices a common secret. HKDF-SHA256 derives a key from it for one purpose in one session. AES-256-CTR expands
 the key to a mask, and AES-256-GCM encrypts and authenticates shares. Keys are made for one round, so each key is used once and
-a constant nonce is safe. Browsers have all these algorithms. The test vectors are tests/vectors/secure.json.
+a constant nonce is safe. The test vectors are tests/vectors/secure.json.
 """
 
 from __future__ import annotations

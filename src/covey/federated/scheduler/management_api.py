@@ -1,7 +1,7 @@
 """Management API of a federated cluster: MindSpore's paths and JSON, added to the API that all clusters have.
 
-A request that the scheduler refuses is answered with `{"error_message": ..., "code": "1"}` and HTTP 400, as in MindSpore. One
-that it accepted but cannot store yet is answered with HTTP 503.
+A request that the scheduler refuses is answered with `{"error_message": ..., "code": "1"}` and HTTP 400, as in MindSpore. A
+request that it accepted but cannot store yet is answered with HTTP 503.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class FederatedHandlers:
 
 
 def make_app(scheduler: FederatedScheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
-    """Return the ASGI application of the management port, for `covey.management.http_server.HttpServer`."""
+    """Return the ASGI application of the management port."""
     handlers = FederatedHandlers(scheduler)
     more = {op: getattr(handlers, op.name) for op in (STATE_OPERATION, *FEDERATED_OPERATIONS)}
     return common_api.make_app(scheduler, token=token, settings=settings, more=more)

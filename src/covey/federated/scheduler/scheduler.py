@@ -1,6 +1,7 @@
 """Scheduler of a federated cluster: sockets, a file and a clock around `covey.core.federated.federation_machine`.
 
-One small file, the `FederationRecord`, survives the process. It is written before messages that depend on it are sent.
+The file has the `FederationRecord`, from which a restarted scheduler continues. A record is written before the effects that
+follow it are carried out.
 """
 
 from __future__ import annotations
@@ -187,10 +188,7 @@ class FederatedScheduler:
             self._ended.set_result(effect)
 
     def _write_record(self, record: FederationRecord) -> bool:
-        """Write a record; return False if that fails, and log the first of several failures.
-
-        Exit the process if the write fails and there is no earlier record.
-        """
+        """Write a record; if that fails, return False, or exit the process if there is no earlier record."""
         try:
             write_atomically(self._record_path, msgspec.msgpack.encode(record), durable=self._sync)
         except OSError as error:
@@ -218,7 +216,6 @@ class FederatedScheduler:
 
     @property
     def event_log(self) -> EventLog:
-        """Events since this process started; the oldest are dropped at a limit."""
         return self._event_stream.event_log
 
     def now(self) -> float:
@@ -266,7 +263,7 @@ class FederatedScheduler:
         }
 
     def _record_round_metrics(self) -> None:
-        """Record the newest metrics for the console, if there are any, at most once per round."""
+        """Add the previous round to the console's finished rounds, once and only if there are metrics."""
         number, metrics = self.machine.round.number, self.machine.round.metrics
         if number <= self._last_noted_round or not metrics:
             return
@@ -277,8 +274,8 @@ class FederatedScheduler:
         self._finished_rounds = [*self._finished_rounds, finished][-ROUNDS_SHOWN_MAX:]
 
     def _privacy_status(self, noise: Noise) -> dict[str, float]:
-        """Return the privacy loss of a device that took part in every round of all instances so far, and the noise settings."""
         return {
+            # The privacy loss of a device that took part in every round of all instances so far.
             "epsilon": noise.epsilon_after(self.machine.instance.spent),
             "delta": noise.delta,
             "budget": noise.budget,

@@ -1,8 +1,8 @@
-"""Sum of a round's updates in fixed point. It does not depend on their order or on the number of servers.
+"""Sum of a round's updates in fixed point, which does not depend on their order or on the number of servers.
 
 A value times its weight, in units of 2^-24, is rounded to an integer and added to an int64. The integer is read from the low
-bits of a float64: adding the constant 1.5 * 2^52 puts it there. The bits are added, and `get_sum` subtracts the constants. This
-needs three passes per update and no conversion from float to integer.
+bits of a float64: adding the constant 1.5 * 2^52 puts it there. The bits are added, and `get_sum` subtracts the constants, so
+that no conversion from float to integer is needed.
 """
 
 from __future__ import annotations

@@ -52,7 +52,6 @@ class Admissions:
             self._send_to_scheduler(AdmitDevices(instructions.round, ids))
 
     def _remove_waiter(self, device: str, waiter: asyncio.Future[tuple[bool, str]]) -> None:
-        """Remove a request that ended without a reply; do nothing if a reply has removed it."""
         waiters = self._waiters.get(device, [])
         if waiter in waiters:
             waiters.remove(waiter)
@@ -60,7 +59,7 @@ class Admissions:
                 del self._waiters[device]
 
     def on_reply(self, reply: DevicesAdmitted) -> None:
-        """Pass the scheduler's reply to the waiting requests; record admitted devices if it is for the current round."""
+        """Pass the scheduler's reply to the waiting requests; record its admitted devices if it is for the current round."""
         instructions = self._position().instructions
         if instructions is not None and reply.round == instructions.round:
             self.admitted.update(dict.fromkeys(reply.admitted))

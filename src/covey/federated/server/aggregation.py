@@ -71,7 +71,8 @@ class UnmaskingFailed(CoveyError):
 def unmask_mean(total: MaskedSum, instructions: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
     """Return the mean of a secure round's updates (model plus mean difference), and its totals with the summed metrics.
 
-    Raise `UnmaskingFailed` if a reconstructed key does not belong to its public key. A wrong seed is not detected.
+    Raise `UnmaskingFailed` if a reconstructed key does not match its device's public key, or a key is invalid. A wrong seed is
+    not detected.
     """
     secrets = instructions.unmasking
     assert secrets is not None
@@ -192,10 +193,6 @@ async def aggregate_spooled_updates(
 
 
 def _aggregate_columns(strategy: Strategy, rows: Floats, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a strategy's aggregate of all updates, computed a block of columns at a time.
-
-    Raise `UsageError` if the strategy fails.
-    """
     made = np.empty(rows.shape[1], np.float64)
     try:
         for start in range(0, len(made), COLUMN_BLOCK_SIZE):
@@ -213,10 +210,7 @@ def _make_strategy_error(strategy: Strategy, method: str, error: Exception) -> U
 
 
 def _reserve_disk_space(path: Path, size: int) -> None:
-    """Create a file and allocate its space on disk. Raise `ModelNotStored` if that fails.
-
-    If the disk became full later, a write to the mapped file would end the process with SIGBUS instead of raising an error.
-    """
+    """Allocate a file's space on disk, because a write to a mapped file ends the process (SIGBUS) if the disk is full."""
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, size))
@@ -227,10 +221,7 @@ def _reserve_disk_space(path: Path, size: int) -> None:
 async def _iterate_updates(
     own_id: str, node_id: str, mine: PartialAggregate, server_links: ServerLinks
 ) -> AsyncIterator[tuple[Update, Floats]]:
-    """Yield the updates in the logs of a server's part. Logs of another server are fetched in chunks.
-
-    Raise `PeerError` if a log cannot be fetched, and `StoreError` if an own log cannot be read.
-    """
+    """Yield the updates in a server's logs of this round. Logs of another server are fetched in chunks."""
     if node_id == own_id:
         for path in mine.list_log_paths():
             for update, values in read_log(path):

@@ -206,9 +206,9 @@ class DevicePort:
             await self._notifier.wait(changed, min(left, 1.0))
 
     def _has_counted_update(self, instructions: ServerInstructions, job: StartJob) -> bool:
-        """Return whether the device says, in `job.iteration`, that its update of the current round is counted.
+        """Return whether `job.iteration` says that the current round has counted the device's update.
 
-        If updates may have been lost, this server must know it too.
+        If the round may have lost updates, return True only if this server knows that the update is counted.
         """
         if job.iteration != instructions.round - instructions.base:
             return False
@@ -216,7 +216,6 @@ class DevicePort:
         return not instructions.may_have_lost_updates or self._claims.is_known_counted(instructions.round, key)
 
     def _send_task(self, request: DeviceRequest, job: StartJob, round_number: int, base: int) -> None:
-        """Send an admitted device the newest model, the plan, and a ticket for its update in round `round_number`."""
         position, settings = self._position(), self._settings
         assert position.instructions is not None
         plan = position.instructions.plan
@@ -284,7 +283,6 @@ class DevicePort:
 
 
 def _make_cipher(plan: RoundPlan) -> Cipher:
-    """Return how devices must protect their updates."""
     if plan.secure:
         return Cipher("PW_ENCRYPT", plan.signed, plan.reach, plan.noise)
     return Cipher("DP_ENCRYPT" if plan.noise is not None and plan.noise.local else "NOT_ENCRYPT", noise=plan.noise)

@@ -2,7 +2,7 @@
 
 It implements what devices need: HTTP/1.1, keep-alive, Content-Length. The handler receives complete requests and may reply
 later. The sizes of headers and bodies, the time to receive a request, and the number of connections are limited. If there are
-too many connections, a new one replaces the oldest that has sent no byte.
+too many connections, a new one replaces the oldest that has sent no byte, or is refused if there is none.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
     # -- a request ---------------------------------------------------------------------------------------------------
 
     def _parse_head(self) -> None:
-        """Parse the headers if they are complete, and start to receive the body. Refuse an invalid request."""
+        """If the headers are complete, parse them and start to receive the body; refuse an invalid request."""
         if self._header_buffer[0] == _TLS_HANDSHAKE_BYTE:  # it never contains the end of HTTP headers
             return self._send_refusal(
                 400, "this port expects plain HTTP but received a TLS handshake: use http://, or start the server with TLS"
@@ -240,11 +240,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
             self._parse_head()
 
     def _send_refusal(self, status: int, reason: str) -> None:
-        """Send the reason and discard further bytes.
-
-        A connection without TLS is half-closed, because a full close could lose the reply; `check_timeouts` closes it. One with
-        TLS, which has no half-close, is closed after the reply.
-        """
+        """Send the reason and half-close the connection, as a full close could lose the reply; with TLS, close it."""
         self._close_after_reply = self._is_refused = True
         self.send_response(status, "application/json", [self._server.encode_refusal(status, reason)])
 
@@ -294,9 +290,9 @@ class DeviceHttpServer:
         self._sweep_task = loop.create_task(self._sweep_connections())
 
     def add_connection(self, connection: DeviceConnection) -> bool:
-        """Add a connection; at the limit, close the oldest one that has sent no byte.
+        """Add a connection; above the limit, close the oldest one that has sent no byte.
 
-        Return False if the limit is reached and there is none to close; the caller must then refuse the connection.
+        Return False if the limit is exceeded and there is none to close; the caller must then refuse the connection.
         """
         self.connections.add(connection)
         if len(self.connections) > self.connections_max:

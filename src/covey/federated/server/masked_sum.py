@@ -1,7 +1,7 @@
 """Sum of a round's masked updates, modulo 2^32.
 
-A masked update is kept as the 32-bit words that the device sent. In the log they have the type float32, which has the same
-size; they are never interpreted as floats.
+A masked update is kept as the 32-bit words that the device sent. Update logs and `add` handle these words as float32, which has
+the same size; they are never interpreted as floats.
 """
 
 from __future__ import annotations

@@ -97,9 +97,9 @@ class ModelCache:
         return found
 
     def read_chunk(self, what: str, round_number: int) -> BytesLike | None:
-        """Return the file of the newest model or, if `what` is "state", of the strategy's state.
+        """Return the bytes of the newest model's file or, if `what` is "state", those of the strategy's state.
 
-        Return None if the newest model is of another round or the file cannot be opened.
+        Return None if the newest model is not that of the round, or the file cannot be opened.
         """
         if self._store is None or self.round != round_number:
             return None
@@ -148,10 +148,7 @@ class ModelCache:
         return True
 
     def _repeat_model(self, round_number: int) -> bool:
-        """Store the previous model under the number of an abandoned round; return False if it is not this server's newest.
-
-        Raise `ModelNotStored` if that fails.
-        """
+        """Store the previous model again for an abandoned round; return False if it is not this server's newest."""
         assert self._store is not None
         if self.round != round_number - 1:
             return False
@@ -163,8 +160,8 @@ class ModelCache:
     ) -> bool:
         """Fetch and store the model of `wanted_model(instructions)`, and return True; False if no other server is its source.
 
-        Raise `PeerError` if the model cannot be fetched or is not the one of the `latest` instructions. Raise `UsageError` if
-        it has another layout, `ModelNotStored` if it cannot be stored, and `ValueError` if the strategy's state is damaged.
+        Raise `PeerError` if the model cannot be fetched or is not that of the `latest` instructions. Raise `UsageError` if it
+        has another layout, `ModelNotStored` if it cannot be stored, and `ValueError` if the strategy's state is damaged.
         """
         assert self._store is not None
         wanted = wanted_model(instructions)

@@ -54,7 +54,7 @@ class PartialAggregate:
     def add_log(self, log: LogFile) -> list[str]:
         """Add the updates of a log, each device once, and return the device ids. Note an adopted log in `adopted_instances`.
 
-        An incomplete record at the end is removed from the file. Raise `StoreError` if the log cannot be read.
+        The file is truncated at the first incomplete or damaged record. Raise `StoreError` if the log cannot be opened.
         """
         devices: dict[str, None] = {}
         for update, values in read_log(log.path):

@@ -94,11 +94,7 @@ class RequestAuthenticator:
         return device
 
     def _verify_chain(self, chain: str) -> tuple[str, PublicKey]:
-        """Return device id and key of a chain (base64 certificates, separated by commas).
-
-        A result may be cached for a minute, unless the files change. Raise `ValueError` if the chain is invalid or not trusted,
-        or changed files cannot be used.
-        """
+        """Return device id and key of a chain of base64 certificates, separated by commas; cached for up to a minute."""
         self._reload_if_due()
         name, now = hashlib.sha256(chain.encode()).digest(), time.monotonic()
         known = self._verified_chains.get(name)
@@ -144,9 +140,9 @@ class RequestAuthenticator:
             self._load_trust()
 
     def _load_trust(self) -> None:
-        """Read root certificates and revocation lists if their files changed; do nothing without authentication.
+        """Read root certificates and revocation lists if their files have changed.
 
-        Raise `UsageError` if they cannot be used at the start, and `ValueError` later; the previous ones then stay in use.
+        If that fails, raise `UsageError` at the start and `ValueError` later; the previous ones then stay in use.
         """
         if not self._settings.root_ca_paths:
             return

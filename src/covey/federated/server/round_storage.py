@@ -1,7 +1,7 @@
 """Storage of a server's part of a round: the directory with its logs, the sum, and logs adopted from other servers.
 
-A part (the server's partial aggregate) is sealed when the round is closed and every granted update is logged. The aggregator
-fetches only sealed parts.
+A part (the server's partial aggregate) is sealed when the round is closed and every granted update is logged. Another server
+can fetch a part only after that.
 """
 
 from __future__ import annotations
@@ -117,13 +117,12 @@ class RoundStorage:
         log.info("adopted %d updates of server %s", count, adoption.node_id)
 
     def _load_log(self, part: PartialAggregate, found: LogFile) -> list[str]:
-        """Return the device ids in a log; if it is of the part's round, add its updates to the part."""
         if found.round == part.round:
             return part.add_log(found)
         return [update.device for update, _ in read_log(found.path)]
 
     def seal_and_drain(self, instructions: ServerInstructions) -> bool:
-        """Seal the part if the round is closed. Release directory and log if this server leaves. Return whether it did either.
+        """Seal the part if the round is closed; release directory and log if this server leaves. Return whether one was done.
 
         Do nothing while a granted update is being written, or if the instructions are of another round.
         """

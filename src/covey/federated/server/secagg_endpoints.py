@@ -97,7 +97,7 @@ class SecaggEndpoints:
         return self._reply_when_decided(request, message, round_number)
 
     def _find_round(self, message: AnySecaggRequest, instructions: ServerInstructions) -> int | None:
-        """Return the round of a request's ticket: the current one or the previous one; None if the ticket is of neither."""
+        """Return the round of a request's ticket if it is the current or the previous one, else None."""
         for number in (instructions.round, instructions.round - 1):
             if message.ticket == make_ticket(self._position().cluster_key, number, message.fl_id, message.data_size):
                 return number
@@ -153,10 +153,7 @@ class SecaggEndpoints:
 
 
 def _reply_for_ended_round(instructions: ServerInstructions, round_number: int) -> SecaggReply | None:
-    """Return the reply for a round that has ended: LATE if it was the last abandoned one, else DONE.
-
-    Return None if it is the current round.
-    """
+    """Return None for the current round, LATE for the last abandoned round, and DONE for any other."""
     if instructions.round == round_number:
         return None
     number, reason = instructions.voided

@@ -1,8 +1,7 @@
 """Server of a federated cluster: follows the scheduler's instructions and reports its status.
 
-`FederatedServer` constructs its parts, owns the connection to the scheduler, and runs the tasks that make and fetch models.
-The parts receive their collaborators in their constructors and read the server's `Position`. State is changed on one event
-loop; some long computations and disk operations run in threads.
+`FederatedServer` constructs the components of a server, owns the connection to the scheduler, and runs the tasks that make and
+fetch models. State is changed on one event loop; some long computations and disk operations run in threads.
 """
 
 from __future__ import annotations
@@ -250,9 +249,8 @@ class FederatedServer:
             self._send_status()
 
     def _on_update_counted(self) -> None:
-        """Seal or drain the part if that is now possible, and schedule a status. Several updates may share one status."""
         self._seal_and_drain()
-        if self._status_timer is None:
+        if self._status_timer is None:  # else the update is in the status that is already scheduled
             wait = max(0.0, self._status_sent_at + STATUS_INTERVAL_S - time.monotonic())
             self._status_timer = asyncio.get_running_loop().call_later(wait, self._send_status)
 
@@ -311,7 +309,6 @@ class FederatedServer:
             self._send_status()
 
     def _send_status(self) -> None:
-        """Send the status to the scheduler, if this server is connected and registered. Cancel a scheduled status."""
         if self._status_timer is not None:
             self._status_timer.cancel()
             self._status_timer = None
@@ -348,7 +345,6 @@ class FederatedServer:
         self.update_handler.apply_effects(self.claims.holdings_for(node_id))
 
     def _read_for_peer(self, what: str, round_number: int) -> BytesLike | None:
-        """Return a resource for another server; None if it is not available. Raise `StoreError` if a log cannot be opened."""
         source = self.model_cache if what in ("model", "state") else self.round_storage
         return source.read_chunk(what, round_number)
 

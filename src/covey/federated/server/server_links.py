@@ -1,7 +1,7 @@
 """Connections between servers.
 
-A server connects to another one when it sends to it. Chunks and acknowledgements of replicas are sent back over the connection
-of their request. Other messages, also replies to claims, are sent over the sender's own connection.
+A server connects to another one when it has something to send. Chunks and acknowledgements of replicas are sent back over the
+connection of their request. Other messages, also replies to claims, are sent over the connection that the sender opened.
 """
 
 from __future__ import annotations
@@ -252,10 +252,7 @@ class ServerLinks:
         self._partial_records.pop(id(connection), None)
 
     def _on_replica_chunk(self, connection: Connection, sender: str, message: ReplicateUpdate) -> None:
-        """Store a replica when all its chunks have arrived.
-
-        Raise `PeerError` if a chunk is missing or the replica cannot be stored.
-        """
+        """Collect the chunks of a replica, and store it when it is complete. Raise `PeerError` if a chunk is missing."""
         if message.offset or message.remaining_bytes:
             record = self._partial_records.pop(id(connection), bytearray()) if message.offset else bytearray()
             if len(record) != message.offset:

@@ -51,7 +51,6 @@ class Position(msgspec.Struct, frozen=True):
 
     @property
     def iteration(self) -> int:
-        """Current iteration; 0 before the first instructions."""
         return self.instructions.round - self.instructions.base if self.instructions is not None else 0
 
 

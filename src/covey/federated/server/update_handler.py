@@ -186,10 +186,7 @@ class UpdateHandler:
                 self._reject_update((effect.round, effect.device), effect.outcome)
 
     def _store_update(self, key: UpdateKey) -> None:
-        """Log a granted update, sync or replicate it if the durability requires that, then count it.
-
-        Release the claim if the update is not pending any more, its round or the lease has ended, or it cannot be logged.
-        """
+        """Log a granted update, make it durable and count it; release the claim if the update cannot be logged now."""
         pending, part = self._pending.get(key), self._round_storage.partial_aggregate
         if pending is None or part is None or part.round != key[0] or not self._position().may_acknowledge:
             return self.apply_effects(self._claims.on_store_failed(*key))
@@ -208,7 +205,7 @@ class UpdateHandler:
         return self._count_update(part, update, values)
 
     async def _make_durable(self, part: PartialAggregate, update: Update, values: Floats) -> None:
-        """Sync the log or replicate the update, then count it. End this server if the log cannot be used."""
+        """Sync the log or replicate the update, then count it. End this server if a log cannot be written or read."""
         try:
             if self._settings.durability == "disk":
                 await self._replication.sync(part)
@@ -241,7 +238,6 @@ class UpdateHandler:
             self._replies.send_status(request, code, reason, retry_ms=retry_ms)
 
     def _reject_update(self, key: UpdateKey, outcome: UpdateOutcome) -> None:
-        """Discard an update that will not be stored, and reply with the code for the outcome."""
         if outcome is UpdateOutcome.COUNTED:
             self._finish_update(key, Code.SUCCEED, "the update was already counted")
         elif outcome is UpdateOutcome.LATE and self._strategy.staleness:
@@ -271,7 +267,7 @@ class UpdateHandler:
 
 
 def _totals_from_fields(fields: UpdateFields) -> RoundTotals:
-    """Return the metrics of an update in fixed point, with count and size 0. Raise `ValueError` if one is too large."""
+    """Return the metrics of an update in fixed point. Raise `ValueError` if one is too large."""
     told, loss = to_weighted_fixed_point(fields.data_size, fields.upload_loss)
     judged, accuracy = to_weighted_fixed_point(fields.data_size, fields.upload_accuracy)
     eval_size, eval_loss = to_weighted_fixed_point(fields.eval_data_size, fields.eval_loss)

@@ -1,7 +1,7 @@
 """Log of updates, one file per round, from which a restarted server restores its part of the round.
 
 A record is appended before its update is acknowledged. It is then in the kernel's page cache, so it survives the process. With
-durability `disk`, the log is also synced before the acknowledgement. With `none`, there is no log. A server adopts another
+durability `disk`, the log is also synced before the acknowledgement; with `none`, there is no log. A server adopts another
 server's log by renaming it into its own directory.
 """
 

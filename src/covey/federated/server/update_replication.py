@@ -102,10 +102,7 @@ class ReplicaLogs:
 
 
 def _open_replica_log(path: Path, round_number: int) -> UpdateLog:
-    """Open the replica log of a round in the directory `path`, and remove the logs of other rounds there.
-
-    An incomplete last record is removed, because more records are appended. Raise `StoreError` if that fails.
-    """
+    """Open the log of a round in the directory `path`; remove logs of other rounds and an incomplete last record."""
     try:
         path.mkdir(exist_ok=True)
         for old in path.glob("updates-*.log"):

@@ -52,7 +52,7 @@ class PrivacyPipeline:
     def transform_update(self, device: int, change: Floats, iteration: int) -> Floats:
         """Return a device's difference to the model after the clipping, local noise and compression of `options`.
 
-        Add its encoded size to `sent_bytes`. Raise `ValueError` if a value that must be clipped or compressed is not finite.
+        Add its encoded size to `sent_bytes`. Raise `ValueError` if a value to be clipped, or sent compressed, is not finite.
         """
         plan = self.options
         if plan.noise is not None:
@@ -68,13 +68,13 @@ class PrivacyPipeline:
         return change
 
     def draw_mean_noise(self, size: int, devices: int, iteration: int) -> NDArray[np.float64] | float:
-        """Return the noise that servers add to the mean of `devices` updates; 0.0 if they add none. It is deterministic."""
+        """Return the deterministic noise that servers add to the mean of `devices` updates; 0.0 if they add none."""
         plan = self.options.noise
         return 0.0 if plan is None or plan.local else dp_noise.draw_mean_noise(size, plan, devices, b"simulation", iteration)
 
 
 def compute_masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str) -> NDArray[np.float64]:
-    """Return the weighted mean of differences, computed by the protocol of a secure round with one device for each.
+    """Return the weighted mean of `changes`, computed by the protocol of a secure round with one device for each change.
 
     Raise `PeerError` if the round fails, as with fewer than 3 devices. Raise `UsageError` if a value is not finite or
     exceeds UPDATE_REACH.

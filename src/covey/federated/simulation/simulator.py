@@ -117,7 +117,7 @@ def train_devices(
 ) -> tuple[Arrays, NDArray[np.float32]]:
     """Train one device for each part, all in one computation, with `epochs` steps of full-batch gradient descent.
 
-    Return their models and their losses, with the device as first axis. A loss is that before the last step.
+    Return their models and their losses, with the device as first axis. A loss is measured before the last step.
     """
     count, most = len(parts), max(len(part) for part in parts)
     index = np.zeros((count, most), np.int64)

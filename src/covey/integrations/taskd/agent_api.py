@@ -39,8 +39,6 @@ LISTEN_CHECKS: Final = {"ListenAddr": check_text, "ListenPort": check_text}
 
 
 class _InitializedRoles:
-    """TaskD roles that were initialized in this process."""
-
     def __init__(self) -> None:
         self.agent: list[Any] = []  # torch's elastic agent, or None for another framework; empty: not initialized
         self.rank = -1  # of the worker; -1: not initialized

@@ -73,8 +73,8 @@ def check_switch(value: object) -> str:
 
 
 def check_cluster_infos(value: object) -> str:
-    """Return "" if the value is a dict or a list of dicts with some of these keys and strings as values, else what is
-    expected."""
+    """Return "" if the value is a dict, or a list of dicts, with string values and no other keys than ip, port, name and role;
+    else what is expected."""
     listed = value if isinstance(value, list) else [value]
     keys = {"ip", "port", "name", "role"}
     fits = all(isinstance(one, dict) and one.keys() <= keys and all(isinstance(v, str) for v in one.values()) for one in listed)

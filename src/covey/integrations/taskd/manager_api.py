@@ -91,7 +91,7 @@ def start_taskd_manager() -> None:
 
 def _try_bind(wanted: LoadedSettings, where: ManagerAddress) -> tuple[ListeningSockets | None, str]:
     """Bind the scheduler's ports and return the sockets and "". If another process is the scheduler, return None and how this
-    is known. Raise `UsageError` if the address cannot be bound for another reason."""
+    is known."""
     if where.is_external:
         return None, "MS_SCHED_HOST and MS_SCHED_PORT name its address"
     try:
@@ -146,9 +146,8 @@ async def _watch_scheduler(where: ManagerAddress, settings: Settings, reason: st
     """Monitor the scheduler until the job has ended, and return True. Return False if the scheduler is gone and this process
     can take over its journal.
 
-    Raise `PeerError` if the job failed or no scheduler answers, and `UsageError` if it is the scheduler of another job. An
-    external scheduler may take `topo_timeout_s` for its first answer; another one must answer the first attempt. After a lost
-    connection the limit is `node_timeout_s`. `reason` is part of the error message.
+    Raise `PeerError` if the job failed or no scheduler answers in time (`reason` is part of the message), and `UsageError` if
+    it is the scheduler of another job.
     """
     loop = asyncio.get_running_loop()
     was_connected, attempt = False, 0

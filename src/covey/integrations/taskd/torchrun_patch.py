@@ -83,7 +83,6 @@ def _patch_launch_agent() -> None:
 
 
 def _exec_covey_run(arguments: list[str]) -> NoReturn:
-    """Replace this process by `covey run`. torchrun's PET_* variables are not passed on."""
     sys.stdout.flush()
     sys.stderr.flush()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}  # are in `arguments`
@@ -122,7 +121,7 @@ def covey_run_arguments(config: Any, entrypoint: Any, args: list[Any], environ: 
 
 
 def _log_arguments(specs: Any, environ: Mapping[str, str]) -> list[Any]:
-    """Return the options for logs and output. Without a filter or redirection the output of all ranks is shown, as by
+    """Return the options for logs and output. Without a filter, tee or redirection the output of all ranks is shown, as by
     torchrun."""
     own = str(specs.root_log_dir or "")
     temporary = Path(own).name.startswith("torchelastic_")  # torch's default directory
@@ -142,10 +141,7 @@ def _stream_argument(streams: Any) -> str:
 
 
 def _program_arguments(entrypoint: Any, args: list[Any]) -> list[str]:
-    """Return the script, module or program with its arguments, preceded by the option -m or --no-python if needed.
-
-    Raise `UnsupportedByCovey` for a function, and for a script that expects --local-rank.
-    """
+    """Return the script, module or program with its arguments, preceded by the option -m or --no-python if needed."""
     if any(LOCAL_RANK_MACRO in str(word) for word in args):
         raise UnsupportedByCovey("the script expects --local-rank; covey only sets LOCAL_RANK in the environment")
     if getattr(entrypoint, "__name__", "") == "run_script_path":

@@ -5,8 +5,8 @@ same state, so any rank's copy replaces a lost or damaged one, also in a world o
 rank writes the slots it has, and `resume` assembles them.)
 
 A checkpoint exists if its manifest does, and is loaded only if it verifies (`files`). A new checkpoint replaces one of the same
-step. When it is durable, the rank removes its own checkpoints that are older than the `keep` newest. Dumps, which are
-checkpoints written before a cluster ends, are counted separately.
+step. When the new checkpoint is durable, the rank removes its own checkpoints that are older than the `keep` newest. Dumps,
+which are checkpoints written before a process ends, are counted separately.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ log = logging.getLogger("covey")
 class Checkpoint:
     """Directory of checkpoints, interval in steps, and number of checkpoints kept per rank.
 
-    Rank r writes to `folder/r`. `prefix` identifies the job, because several may share a directory. Raise `UsageError` for an
-    invalid argument.
+    Rank r writes to `folder/r`. `prefix` identifies the job, because several jobs may share a directory. Raise `UsageError` for
+    an invalid argument.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Checkpoint:
         self.before_commit: Callable[[], None] = lambda: None
 
     def set_before_commit(self, wait: Callable[[], None]) -> None:
-        """Set a function to call before a checkpoint or dump is renamed into place; it blocks while that is forbidden."""
+        """Set a function to call before a checkpoint or dump is renamed into place; it may block."""
         self.before_commit = wait
 
     def due(self, step: int) -> bool:
@@ -101,7 +101,7 @@ class Checkpoint:
     def available(self) -> list[int]:
         """Return the steps of which this process sees a checkpoint or dump of any rank, newest first; not verified.
 
-        Dumps of other jobs are included. Raise `StoreError` if `folder` cannot be read; a missing one is empty.
+        Dumps of other jobs are included. Raise `StoreError` if `folder` is a directory that cannot be read.
         """
         found: set[int] = set()
         for folder in self._rank_folders():
@@ -123,7 +123,7 @@ class Checkpoint:
         return None
 
     def load(self, step: int, *, rank: int) -> Any | None:
-        """Return the state of a step from the first copy that verifies, this rank's first; None if none does.
+        """Return the state of a step from the first copy that verifies, this rank's first; None if no copy verifies.
 
         Log copies that do not verify. Raise `StoreError` as `available` does.
         """
@@ -183,7 +183,6 @@ class Checkpoint:
                     (folder / f"{self.prefix}-{old}{ending}").unlink(missing_ok=True)
 
     def _is_own_dump(self, folder: Path, step: int) -> bool:
-        """Return whether a dump belongs to this job; False if its manifest cannot be read."""
         try:
             return read_manifest(folder / f"{DUMP_PREFIX}-{step}.json").prefix == self.prefix
         except UnusableCheckpointError:

@@ -3,7 +3,7 @@
 `train-k.safetensors` holds the tensors after k steps, under their paths in the state. `train-k.json`, the manifest, holds
 everything else, with the size and checksum of the tensor file and a checksum of itself. (`train` is the job's prefix, or
 `dump`.) Both are written to a temporary directory, synced and renamed, the manifest last; the checkpoint exists from then on.
-Nothing is unpickled. `checkpoint` decides which checkpoints are written and removed.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class UnusableCheckpointError(Exception):
 
 
 def write_temporary_files(folder: Path, state: Any, *, prefix: str, step: int, world: int, generation: int) -> None:
-    """Create a temporary directory and write both files into it, synced, for `commit_files`.
+    """Create the directory `folder` and write both files into it, synced, for `commit_files`.
 
     Raise `OSError` if they cannot be written, and `UsageError` if the state has a type or size that cannot be stored.
     """
@@ -67,7 +67,7 @@ def write_temporary_files(folder: Path, state: Any, *, prefix: str, step: int, w
 
 
 def read_state(manifest: Manifest, path: Path) -> Any:
-    """Return the state of the manifest, which is at this path.
+    """Return the state that the manifest at `path` describes.
 
     Raise `UnusableCheckpointError` if the tensor file cannot be read or does not match the manifest.
     """
@@ -124,10 +124,6 @@ def _from_json_skeleton(encoded: pytree.Skeleton) -> pytree.Skeleton:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
-    """Write and sync a tensor file and return its size in bytes and its SHA-256.
-
-    Raise `OSError`, or `UsageError` for a dtype that the format does not support.
-    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -176,7 +172,6 @@ def _read_tensors(path: Path, manifest: Manifest) -> list[Any]:
 
 
 def _encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON, with a checksum (`seal`) of all other fields. Raise `UsageError` above `MANIFEST_MAX`."""
     fields = msgspec.structs.asdict(manifest)
     sealed = json.dumps({**fields, "seal": _manifest_checksum(fields)}, allow_nan=False).encode()
     if len(sealed) > MANIFEST_MAX:
@@ -185,7 +180,7 @@ def _encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return a manifest. Raise `UnusableCheckpointError` if it cannot be read, is damaged, or has another format version."""
+    """Return the manifest at `path`; raise `UnusableCheckpointError` if it is unreadable, damaged or of another format."""
     try:
         with path.open("rb") as file:
             text = file.read(MANIFEST_MAX + 1)
@@ -208,7 +203,7 @@ def _manifest_checksum(fields: dict[str, Any]) -> str:
 def commit_files(temporary: Path, target: Path) -> Path:
     """Rename the two synced files of `temporary` to `target` with their suffixes, durably, and return the manifest's path.
 
-    An older manifest of the step is removed first, because it describes other tensors. Raise `OSError`.
+    An older manifest of the step is removed first, because it describes other tensors. Raise `OSError` if an operation fails.
     """
     manifest, tensors = target.with_name(f"{target.name}.json"), target.with_name(f"{target.name}.safetensors")
     (temporary / "tensors").chmod((temporary / "manifest").stat().st_mode)  # the library creates it readable by its owner only
@@ -220,7 +215,7 @@ def commit_files(temporary: Path, target: Path) -> Path:
 
 
 def list_steps(folder: Path, prefix: str, ending: str = ".json") -> list[int]:
-    """Return the steps of which a directory has a file with this prefix and ending, in any order.
+    """Return the steps of which `folder` has a file with this prefix and ending, in any order.
 
     A missing directory is empty; an unreadable one is logged and treated as empty.
     """

@@ -1,7 +1,7 @@
-"""Resume: finds the newest checkpoint that any rank can read, and gives it to all ranks.
+"""Search for the newest checkpoint that any rank can read, and its distribution to all ranks.
 
-Any copy provides what is equal on all ranks. With a sharded optimizer each rank also needs its slots, from its own disk or
-from a rank that has them on its disk. A checkpoint of which slots are missing is skipped with a warning.
+Any copy provides what is equal on all ranks. With a sharded optimizer each rank also needs its slots, from copies that it can
+read or from another rank. A checkpoint of which slots are missing is skipped with a warning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load_newest_state(
 ) -> Any | None:
     """Return the state to resume from; None if there is no usable checkpoint.
 
-    With `together` all ranks call this, and get the same state, each with the slots of a sharded optimizer that it needs.
+    With `together` all ranks must call this, and get the same state, each with the slots of a sharded optimizer that it needs.
     Otherwise only checkpoints that this rank can read are considered. Raise `UsageError` if the checkpoint is of a sharded
     optimizer and `sharded` is None, and `StoreError` if the directory cannot be read.
     """
@@ -59,8 +59,8 @@ def load_newest_state(
 def _agree_on_newest(group: Communicator, step: int, state: Any) -> tuple[int, Any]:
     """Return the newest step and state of all ranks; -1 and None if no rank has one.
 
-    A rank that lacks it receives it, without slots, from one that has it. If ranks have different states of that step, the one
-    of the later generation is used.
+    A rank that lacks the state receives it, without slots, from a rank that has it. If ranks have different states of the step,
+    the state of the later generation is used.
     """
     own = [step, *_generation_and_world(state)]
     gathered = [t.tolist() for t in group.all_gather(torch_module().tensor(own))]
@@ -89,7 +89,7 @@ def _add_missing_slots(
 ) -> bool:
     """Add the slots that this rank lacks to `state`, from any copy it can read and, with `together`, from other ranks.
 
-    Return False if some slots are not found, with `together` for any rank; some may have been added.
+    Return False if slots are still missing, with `together` on any rank; some may have been added.
     """
     optimizer, world = state[OPTIMIZER], _generation_and_world(state)[1]
     copies = functools.partial(_optimizer_copies, checkpoint, group.rank, step, world)
@@ -119,13 +119,12 @@ def _add_missing_slots(
 
 
 def _optimizer_copies(checkpoint: Checkpoint, rank: int, step: int, world: int) -> Iterator[Any]:
-    """Return the optimizer's state of each verified copy of a step that this rank can read and that was written in a world of
-    this size. If the world shrank in that step, there may be copies of two sizes."""
+    """Copies written in a world of another size are left out: if the world shrank in that step, there may be copies of two
+    sizes."""
     return (state[OPTIMIZER] for state in checkpoint.copies(step, rank=rank) if _generation_and_world(state)[1] == world)
 
 
 def _add_slots_from_copies(into: Any, copies: Callable[[], Iterator[Any]], wanted: set[int]) -> None:
-    """Add wanted slots from one copy after the other, until all are present or no copy is left."""
     for copy in copies() if wanted else ():
         _add_slots(into, copy, wanted)
         if wanted <= into["state"].keys():

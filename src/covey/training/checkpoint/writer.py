@@ -1,9 +1,9 @@
 """Schedule of checkpoints, and handling of failed writes.
 
-A failed checkpoint write does not end a training that has an earlier checkpoint. It is logged and reported
+A failed checkpoint write does not end a training that has an earlier checkpoint: it is logged and reported
 (`CheckpointFailed`). The next write is attempted when the next checkpoint is due, and at the end of a training without
-parameter servers. An earlier retry would write to a full disk on every step, and ranks would have checkpoints of different
-steps. Without an earlier checkpoint the error is raised, because a training that cannot be resumed must not look healthy.
+parameter servers, because a retry on every step would give the ranks checkpoints of different steps. Without an earlier
+checkpoint the error is raised, because a training that cannot be resumed must not look healthy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("covey")
 
 
 class CheckpointWriter:
-    """Writer of the checkpoints of one rank. `write` writes the current state, or raises `StoreError` if it cannot.
+    """Writer of the checkpoints of one rank; `write` writes the current state, or raises `StoreError` if it cannot.
 
     `context` is None outside a cluster; failures are then not reported.
     """
@@ -34,7 +34,7 @@ class CheckpointWriter:
         return self._checkpoint.due(step)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint. Log and report a failure, but raise the `StoreError` if there is no earlier checkpoint."""
+        """Write a checkpoint; log and report a failure, but raise the `StoreError` if there is no earlier checkpoint."""
         try:
             self._write(self._checkpoint)
         except StoreError as error:

@@ -37,8 +37,11 @@ class Communicator:
         serving_settings: ServingSettings | None = None,
         transport: Transport = DEFAULT_TRANSPORT,
     ) -> None:
-        """`context`: the node of this process; None outside a cluster, where the world size is 1. `serving_settings`: settings
-        of the parameter servers; None if there are none."""
+        """Set the node and the transport of the collectives.
+
+        `context`: the node of this process; None outside a cluster, where the world size is 1. `serving_settings`: settings of
+        the parameter servers; None if there are none.
+        """
         self.node_interface = context
         self.serving_settings = serving_settings
         self._transport = transport
@@ -47,8 +50,10 @@ class Communicator:
 
     @property
     def assignment(self) -> RankInfo | None:
-        """Rank and world size as the script sees them; None outside a cluster. A spare blocks until it has a rank. Once
-        `collectives` exists, they change only in a collective or when a `Loop` is created."""
+        """Rank and world size as the script sees them; None outside a cluster. A spare blocks until it has a rank.
+
+        Once `collectives` exists, rank and world size change only in a collective or when a `Loop` is created.
+        """
         if self._collectives is not None:
             return self._collectives.assignment
         return self.node_interface.assignment if self.node_interface is not None else None
@@ -65,15 +70,18 @@ class Communicator:
 
     @property
     def collectives(self) -> NumberedCollectives | None:
-        """The numbered collectives, created on first use. None outside a cluster, or if the world size is 1 and cannot grow.
-        Creating them blocks a spare until it has a rank."""
+        """The numbered collectives, created on first use; None outside a cluster, or if the world size is 1 and cannot grow.
+
+        A spare blocks here until it has a rank.
+        """
         if self._collectives is None and self.node_interface is not None and (self.world > 1 or self.node_interface.may_grow):
             self._collectives = NumberedCollectives(self.node_interface, self._transport)
         return self._collectives
 
     @property
     def client(self) -> ParameterClient:
-        """This worker's client of the parameter servers, created on first use. Raise `UsageError` if the cluster has none."""
+        """This worker's client of the parameter servers, created on first use; raises `UsageError` if the cluster has no
+        servers."""
         if self.serving_settings is None or self.node_interface is None:
             raise UsageError("this cluster has no parameter servers: start it with --servers N, or with MS_SERVER_NUM=N")
         if self._client is None:
@@ -108,7 +116,7 @@ class Communicator:
         return list(tensors)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
-        """Copy the root's values to all ranks, in place, and return the array.
+        """Copy the array of rank `root` to all ranks, in place, and return the array.
 
         Raise `UsageError` if `root` is not a rank, and `PeerError` if the root left the cluster before it took part.
         """
@@ -133,8 +141,10 @@ class Communicator:
         self.all_reduce(torch_module().zeros(1))
 
     def wait_for_all_ranks(self) -> None:
-        """Block at the end of the script until every rank has finished; until then this rank can donate its state. Do nothing
-        if this process has not used `collectives`."""
+        """Block at the end of the script until every rank has finished; until then this rank can donate its state.
+
+        Do nothing if this process has not used `collectives`.
+        """
         if self._collectives is not None:
             self._collectives.wait_for_all_ranks()
 

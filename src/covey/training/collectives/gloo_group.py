@@ -1,7 +1,7 @@
 """The gloo transport (`Group` on torch's ProcessGroupGloo).
 
 A blocked gloo call cannot be aborted, so operations are issued asynchronously, and a callback puts `WorkDone` into the inbox.
-`abort` shuts down the group's connected sockets, which ends its pending works. The group references their buffers until then.
+`abort` shuts down the group's connected sockets, which ends its pending works.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # of a work, and of a rendezvous; lo
 
 
 class GlooTransport:
-    """Builds groups on gloo."""
+    """Builder of groups on gloo."""
 
     def build(self, context: NodeInterface, rank_info: RankInfo) -> GlooGroup:
         return GlooGroup(context, rank_info)
 
 
 class GlooGroup:
-    """A gloo group, built on its own thread, because building blocks until every rank takes part."""
+    """A gloo group, built on a separate thread, because building blocks until every rank takes part."""
 
     def __init__(self, context: NodeInterface, rank_info: RankInfo) -> None:
         self.generation, self.rank, self.world = rank_info.generation, rank_info.rank, rank_info.world
@@ -61,11 +61,10 @@ class GlooGroup:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no work is pending. The main thread frees the group, because gloo's threads cannot join themselves."""
         return not self._pending_works
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of the sockets. Such a child is, for example, a data loader's worker."""
+        """Close the sockets in a forked child, for example in a data loader's worker."""
         for name, descriptor in self._sockets.items():
             if list_sockets().get(name) == descriptor:
                 with contextlib.suppress(OSError):
@@ -104,19 +103,15 @@ def _torch_reduce_op(op: ReduceOp) -> Any:
 
 
 def _make_process_group(context: NodeInterface, generation: int, rank: int, world: int) -> Any:
-    """Build a gloo group and return it when all ranks take part. Raise `RuntimeError` or `PeerError` if that fails.
-
-    Its device is bound to the node's address, because the host name may resolve to another one.
-    """
     dist = torch_module().distributed
     options = dist.ProcessGroupGloo._Options()
+    # the node's address, because the host name may resolve to another one
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=context.address, lazy_init=False)]
     options._timeout = COLLECTIVE_TIMEOUT
     return dist.ProcessGroupGloo(_make_rendezvous_store(context, generation), rank, world, options)
 
 
 def _make_rendezvous_store(context: NodeInterface, generation: int) -> Any:
-    """Return a torch Store that reads and writes the cluster's rendezvous store."""
     dist = torch_module().distributed
 
     class RendezvousTorchStore(dist.Store):  # type: ignore[misc, name-defined]
@@ -148,8 +143,10 @@ def list_sockets() -> dict[str, int]:
 
 
 def shut_down_socket(name: str, descriptor: int) -> None:
-    """Shut down a socket if the descriptor still refers to it. Skip Unix sockets, and listening sockets, whose end would make
-    gloo abort the process. Ignore `OSError`."""
+    """Shut down a socket if `descriptor` still refers to it, and ignore `OSError`.
+
+    Unix sockets are skipped, and listening sockets, because gloo aborts the process when one of them ends.
+    """
     with contextlib.suppress(OSError):
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != name:
             return

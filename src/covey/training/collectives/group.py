@@ -1,5 +1,7 @@
-"""Interface between the numbered collectives and a transport. A `Transport` builds the `Group` of each generation that needs
-one; a generation is one version of the cluster's membership."""
+"""Interface between the numbered collectives and a transport: a `Transport` builds the `Group` of a generation.
+
+A generation is one version of the cluster's membership.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class ReduceOp(enum.Enum):
 
 
 class GroupBuilt:
-    """Notification in the inbox: the group of `generation` is ready, or could not be built. `error` is "" if it is ready."""
+    """Notification in the inbox: the group of `generation` is ready (`error` is ""), or could not be built."""
 
     def __init__(self, generation: int, error: str = "") -> None:
         self.generation = generation
@@ -29,7 +31,7 @@ class GroupBuilt:
 
 
 class WorkDone:
-    """Notification in the inbox: `work` has ended. `error` is "" if it succeeded."""
+    """Notification in the inbox: `work` has ended; `error` is "" if it succeeded."""
 
     def __init__(self, work: Work, error: str = "") -> None:
         self.work = work
@@ -37,23 +39,21 @@ class WorkDone:
 
 
 class Group(Protocol):
-    """The ranks of one generation, connected by a transport. One thread at a time calls it: the script's main thread, or the
-    one on which autograd runs a backward pass.
+    """The ranks of one generation, connected by a transport.
 
     Contract of a transport:
 
+    - One thread at a time calls the group: the script's main thread, or the one on which autograd runs a backward pass.
     - No call waits for other ranks. A group that is not ready yet puts `GroupBuilt` into the context's inbox when it is, or
       when it cannot be built. Each operation returns a `Work` and puts one `WorkDone` into the inbox when that work ends.
     - Operations may be called only while `is_ready`, in the same order on all ranks. `all_reduce` and `broadcast` write their
       result into `tensor`, `all_gather` into `outputs`, in rank order. All tensors are contiguous.
     - The group references every buffer of a work until the work has ended. The caller does not touch the buffers before it
       has received the `WorkDone`.
-    - After `abort` pending works end soon, without the other ranks, and no operation is called any more. The caller keeps an
-      aborted group until `is_drained`, because pending works still access its memory.
+    - After `abort` pending works end soon, without the other ranks, and the caller starts no more operations. The caller
+      keeps an aborted group until `is_drained`, because pending works still access its memory.
     - A failed connection to another rank is not raised but passed in `GroupBuilt.error` or `WorkDone.error`. The text names the
       cause. After a failed work the caller keeps the group until the next generation starts.
-
-    A transport that offers more adds `reduce_scatter`, `all_to_all`, `send` and `recv` here, under the same contract.
     """
 
     @property
@@ -74,11 +74,10 @@ class Group(Protocol):
 
 
 class Transport(Protocol):
-    """Builds the groups of a process."""
+    """Builder of the groups of a process."""
 
     def build(self, context: NodeInterface, rank_info: RankInfo) -> Group:
         """Start to build the group of `rank_info`, and return it without waiting for other ranks.
 
-        `context.assignment` is not read, because it may be of a newer generation. Ranks exchange addresses through the
-        rendezvous store of the context.
+        `context.assignment` is not read, because it may be of a newer generation.
         """

@@ -1,15 +1,13 @@
 """Numbered collectives that heal.
 
-Theory of operation. A collective has a number (step, n): n counts the collectives of a step from 0, and step -1 precedes the
-first step. All ranks run the same sequence, and a result depends on every rank, so no rank can be more than one collective
-ahead of another.
+A collective has a number (step, n): n counts the collectives of a step from 0, and step -1 precedes the first step. All ranks
+run the same sequence, and a result depends on every rank, so no rank can be more than one collective ahead of another.
 
 A change of the membership starts a *generation*. A rank that waits in a collective, or at the end of its script, is at a *safe
 point*: its parameters and its optimizer do not change. There it *reports* the last number that it completed. Once every rank
-has reported, the scheduler makes the *heal plan*, based on the highest completed number. A rank that has completed it hands its
-cached result to ranks one behind. A replacement receives a state, and the cached results of the code that it runs again. Then
-the group of the new generation continues with the next number. To a survivor's script the collective only takes longer; a
-resize also changes rank and world size in it.
+has reported, the scheduler makes the *heal plan*, based on the highest completed number. A rank that has completed that number
+hands its cached result to ranks one behind. A replacement receives a state, and the cached results of the code that it runs
+again. Then the group of the new generation continues with the next number.
 
 The order of notifications in the inbox decides whether a collective completed before the generation changed, so no lock is
 needed.
@@ -56,14 +54,14 @@ class Collective(Protocol):
         """Start the operation, without a change to the script's tensors, and return the works to wait for."""
 
     def results(self) -> list[Any]:
-        """Return the result tensors, which must not change while they are cached."""
+        """Return the result tensors."""
 
     def complete(self, results: list[Any]) -> None:
-        """Make the results available to the script. Items of `results` may be replaced before the list is cached."""
+        """Make the results available to the script; this may replace items of `results`, which is cached afterwards."""
 
 
 class ShardedState(Protocol):
-    """An optimizer whose state is sharded into slots, of which each rank holds some. A slot is the state of one parameter."""
+    """An optimizer whose state is sharded: each rank holds some slots. A slot is the state of one parameter."""
 
     @property
     def slot_count(self) -> int: ...  # in all ranks together
@@ -136,7 +134,6 @@ class NumberedCollectives:
 
     @property
     def has_loop(self) -> bool:
-        """Whether a loop is attached that has its training state."""
         return self._loop_state is not None
 
     @property
@@ -162,18 +159,18 @@ class NumberedCollectives:
         self._receiver_tensors = NO_TENSORS  # release: the donation references the tensors it uses
 
     def take_donation(self) -> DonatedState | None:
-        """Return the state that this process received as a replacement; None if it received none, and at later calls."""
+        """Return the state that this process received as a replacement, once; None if it received none, and at later calls."""
         donation, self._donation = self._donation, None
         return donation
 
     def take_fetched_slots(self) -> Any:
-        """Return the optimizer's slots that this process received beside the donation; None if there are none, and at later
+        """Return the optimizer's slots that this process received as a replacement, once; None if there are none, and at later
         calls."""
         slots, self._fetched_slots = self._fetched_slots, None
         return slots
 
     def skip_to(self, count: int) -> None:
-        """Continue at collective `count` of this step, without the ones before it."""
+        """Continue at collective `count` of this step, without the collectives before it."""
         self._count = count
 
     def run(self, operation: Collective, *, transient: bool = False, limited: bool = True) -> None:
@@ -211,8 +208,11 @@ class NumberedCollectives:
             self._publish_spare_source()
 
     def issue_ahead(self, issue: Callable[[Group], None]) -> None:
-        """Call `issue` with the group, to start a part of the next collective before its `run`. Do nothing if the group is not
-        ready, a new generation has started, or that collective will be completed with a received or cached result."""
+        """Call `issue` with the group, to start a part of the next collective before its `run`.
+
+        Do nothing if the group is not ready, a new generation has started, or the next collective already has a received or
+        cached result.
+        """
         fresh = (
             self._agreed_generation == self._context.assignment.generation
             and CollectiveNumber(self._step, self._count) not in self._results_to_replay
@@ -226,8 +226,11 @@ class NumberedCollectives:
         self._wait_for_new_generation(self._agreed_generation)
 
     def begin_epoch(self, step: int) -> None:
-        """Start an epoch. Collectives before its first batch are numbered with `step`, the epoch's first step, also in a
-        replacement that resumes at a later step."""
+        """Start an epoch.
+
+        Collectives before its first batch are numbered with `step`, the epoch's first step, also in a replacement that resumes
+        at a later step.
+        """
         self._step, self._count = step, 0
         self._result_cache.begin_epoch(step)
 
@@ -242,8 +245,10 @@ class NumberedCollectives:
         self._result_cache.begin_step(step)
 
     def rewind(self) -> None:
-        """Prepare to repeat this step from its first batch, on this rank alone. Completed collectives return cached results,
-        unless these were dropped (`ResultCache`)."""
+        """Prepare to repeat this step from its first batch, on this rank alone.
+
+        Completed collectives return cached results, unless `ResultCache` has dropped them.
+        """
         self._count = self._count_before_batch
         self._context.set_waiting_in(None)
         self._results_to_replay |= self._result_cache.results_of_step(self._step, self._count_before_batch)
@@ -264,8 +269,10 @@ class NumberedCollectives:
                 return
 
     def _fetch_slots_late(self) -> None:
-        """Fetch the slots of a replacement that received its state before the loop was created. If that fails, wait for a new
-        generation and receive everything again. Raise `PeerError` as `run_heal_barrier` does."""
+        """Fetch the slots of a replacement that received its state before the loop was created.
+
+        If a transfer fails, wait for a new generation and receive everything again.
+        """
         try:
             self._fetch_slots()
         except PeerError as error:
@@ -291,7 +298,6 @@ class NumberedCollectives:
 
     @property
     def _loop_state(self) -> StateProvider | None:
-        """The attached provider if it has a state, else None."""
         return self._provider if self._provider is not None and self._provider.has_state else None
 
     @property
@@ -308,7 +314,7 @@ class NumberedCollectives:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _next_notification(self) -> Any:
-        """Wait for the next notification and return it. Serve dump requests and spares while waiting."""
+        """Wait for the next notification and return it; serve dump requests and spares while waiting."""
         while True:
             notification = self._context.inbox.get()
             if (source := self._spare_source) is not None:
@@ -321,8 +327,10 @@ class NumberedCollectives:
             self._context.send_to_scheduler(DumpWritten(step, path))
 
     def _wait_for_works(self, works: list[Work]) -> bool:
-        """Return True when all works have succeeded. If a new generation starts first, abort the group and return False. Report
-        a failed work, then wait for a new generation."""
+        """Return True when all works have succeeded, False if a new generation starts first.
+
+        Report a failed work to the scheduler, and keep waiting: a new generation follows.
+        """
         waiting = {id(work) for work in works}
         while waiting:
             notification = self._next_notification()
@@ -337,8 +345,10 @@ class NumberedCollectives:
         return True
 
     def _wait_for_group(self) -> Group | None:
-        """Return the group of the agreed generation once it is ready. If a new generation starts first, abort the group and
-        return None. Report a failed build, then wait for a new generation."""
+        """Return the group of the agreed generation once it is ready; None if a new generation starts first.
+
+        Report a failed build to the scheduler, and keep waiting: a new generation follows.
+        """
         group = self._ensure_group(self.assignment)
         while not group.is_ready:
             notification = self._next_notification()
@@ -354,13 +364,11 @@ class NumberedCollectives:
         return group
 
     def _ensure_group(self, rank_info: RankInfo) -> Group:
-        """Return the current group; start to build one for `rank_info` if there is none."""
         if self._group is None:
             self._group = self._transport.build(self._context, rank_info)
         return self._group
 
     def _abort_older_group(self, generation: int) -> None:
-        """Abort the group if it is older than `generation`, and free aborted groups that have no pending work."""
         if self._group is not None and self._group.generation < generation:
             self._group.abort()
             self._aborted_groups.append(self._group)
@@ -401,8 +409,11 @@ class NumberedCollectives:
                 return notification.plan
 
     def _execute_plan(self, plan: HealPlan) -> bool:
-        """Fetch what this rank lacks according to the plan, and return True. If a transfer fails, report it, wait for a new
-        generation and return False. Raise `PeerError` if a state was received partially and the plan has nothing to fetch."""
+        """Fetch what this rank lacks according to the plan, and return True.
+
+        If a transfer fails, report it, wait for a new generation and return False. Raise `PeerError` if a state was received
+        partially and the plan has nothing to fetch.
+        """
         self.member_indexes, self._slot_holders = plan.member_indexes or self.member_indexes, plan.slot_holders
         if plan.donor is None and not plan.slot_holders:
             if self._has_partial_state:
@@ -418,8 +429,10 @@ class NumberedCollectives:
         return True
 
     def _fetch_missing(self, donor: Donor | None, generation: int) -> None:
-        """Fetch the state or the missed result from `donor`, if it is set, and the optimizer's slots. Raise `PeerError` if a
-        transfer fails; destination tensors may then be partly written."""
+        """Fetch the state or the missed result from `donor`, if it is set, and the optimizer's slots.
+
+        Raise `PeerError` if a transfer fails; destination tensors may then be partly written.
+        """
         if donor is None:
             return self._fetch_slots()
         kind, destinations = ("state", self._destination_tensors()) if self._needs_state else ("results", {})
@@ -437,8 +450,7 @@ class NumberedCollectives:
         return None
 
     def _fetch_slots(self) -> None:
-        """Fetch the slots of a sharded optimizer that this rank lacks, if the last plan names holders. Raise `PeerError` if a
-        transfer fails."""
+        """Fetch the slots of a sharded optimizer that this rank lacks, if the last plan names holders of slots."""
         sharded = self._sharded_state
         if sharded is not None and self._slot_holders:
             rank_info = self._context.assignment
@@ -449,8 +461,7 @@ class NumberedCollectives:
                 self._fetched_slots = slots
 
     def _drop_unneeded_slots(self) -> None:
-        """Drop slots that this rank does not need, once per generation. A completed collective has proved that all ranks have
-        fetched theirs."""
+        """Call this after a collective, whose completion proves that all ranks have fetched their slots in this generation."""
         if self._dropped_slots_generation != self._agreed_generation and (sharded := self._sharded_state) is not None:
             self._dropped_slots_generation = self._agreed_generation
             sharded.drop_unneeded_slots()
@@ -481,8 +492,7 @@ class NumberedCollectives:
                 self._context.put_rendezvous(spare_sync.FOLLOW_KEY, msgspec.msgpack.encode(donor), self._agreed_generation)
 
     def _donate_state(self, _wanted: bytes) -> DonatedState:
-        """Return the state for a replacement, with cached results. Called on a thread of the transfer server while this rank is
-        at a safe point."""
+        """Called on a thread of the transfer server while this rank is at a safe point."""
         state = self._loop_state.donate() if self._loop_state is not None else DonatedState()
         return msgspec.structs.replace(
             state,
@@ -502,7 +512,6 @@ class NumberedCollectives:
         return self._spare_source.donate_at_step(wanted)
 
     def _after_fork_in_child(self) -> None:
-        """Close the inherited sockets in a forked child, for example a data loader's worker."""
         if self._group is not None:
             self._group.close_in_child()
         if self._transfer_server is not None:

@@ -1,6 +1,6 @@
-"""The operations behind `communicator`, which implement `numbered.Collective`.
+"""Operations behind `communicator`, which implement `numbered.Collective`.
 
-Each works on copies, and writes to the script's tensors only when it has a result, so that it can be issued again.
+Each operation works on copies, and writes to the script's tensors only when it has a result, so that it can be issued again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REDUCIBLE_DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "int64",
 
 
 class AllReduce:
-    """Reduction of a tensor over all ranks, in place. Creating it raises `UsageError` if dtype or `op` is not supported."""
+    """Reduction of a tensor over all ranks, in place; creating it raises `UsageError` if the dtype or `op` is not supported."""
 
     def __init__(self, tensor: Any, op: Reduction) -> None:
         self._tensor = tensor
@@ -48,10 +48,10 @@ class AllReduce:
 
 
 class Broadcast:
-    """Copy of the root's bytes to all ranks, in place. Empty tensors are skipped.
+    """Copy of the root's tensors to all ranks, in place; empty tensors are skipped.
 
-    Implemented as a sum to which all other ranks contribute zeros, so that the result depends on every rank. One extra byte
-    marks that the root took part. If it did not, `complete` raises `PeerError`.
+    Implemented as a sum of bytes to which all other ranks contribute zeros, so that the result depends on every rank. One extra
+    byte marks that the root took part; if it did not, `complete` raises `PeerError`.
     """
 
     def __init__(self, tensors: list[Any], root: int, rank: int) -> None:
@@ -80,7 +80,7 @@ class Broadcast:
 
 
 class AllGather:
-    """Gathering of every rank's tensor into `gathered`, in rank order. Shapes and dtypes must be equal on all ranks."""
+    """Gathering of every rank's tensor into `gathered`, in rank order; shapes and dtypes must be equal on all ranks."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -102,8 +102,10 @@ class AllGather:
 
 
 class Mean:
-    """Mean of tensors over all ranks, in place, with one flat buffer per dtype. Creating it raises `UsageError` if a dtype is
-    not a floating-point or complex one that gloo reduces."""
+    """Mean of tensors over all ranks, in place, with one flat buffer per dtype.
+
+    Creating it raises `UsageError` if a dtype is not a floating-point or complex one that gloo reduces.
+    """
 
     def __init__(self, tensors: list[Any]) -> None:
         for tensor in tensors:

@@ -1,10 +1,10 @@
 """Cache of collective results that other ranks may need after a failure.
 
-A survivor that missed the last collective needs its result. A replacement needs the results of all code it re-executes: the
+A survivor that missed the last collective needs its result. A replacement needs the results of all code that it runs again: the
 current step, and what the script runs before the first step and before the epoch's first batch.
 
-If the results exceed `limit` bytes, older ones are dropped, but not the last one. A survivor can then still be healed. A
-replacement cannot join until the step, epoch or training that needs the dropped results is over.
+If the results exceed `limit` bytes, older ones of the same lifetime are dropped, but not the last one. A survivor can then
+still be healed. A replacement cannot join until the step, epoch or training that needs the dropped results is over.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ class ResultCache:
 
     @property
     def last_result(self) -> dict[CollectiveNumber, list[Any]]:
-        """The result of the last completed collective, by its number. There must be one."""
+        """The result of the last completed collective, by its number; there must be a completed one."""
         assert self.last_completed is not None
         return {self.last_completed: self._results[self.last_completed]}
 
     def results_of_step(self, step: int, first: int = 0) -> dict[CollectiveNumber, list[Any]]:
-        """Return the cached results of a step, from index `first` on."""
+        """Return the cached results of the collectives of a step whose index is at least `first`."""
         return {number: results for number, results in self._results.items() if number.step == step and number.index >= first}
 
     def results_for_replacement(self, step: int) -> dict[CollectiveNumber, list[Any]]:
-        """Return the results that a replacement needs if it starts at this step, as far as they are cached."""
+        """Return the cached results that a replacement needs if it starts at this step."""
         lasting = {
             number: results for number, results in self._results.items() if self._lifetime_of(number) is not ResultLifetime.STEP
         }
         return lasting | self.results_of_step(step) | (self.last_result if self.last_completed is not None else {})
 
     def replace_with_received(self, last: CollectiveNumber, results: Mapping[CollectiveNumber, list[Any]]) -> None:
-        """Replace the cached results by received ones. `last` is the number of the last completed collective."""
+        """Replace the cached results by received ones; `last` is the number of the last completed collective."""
         self.last_completed, self._results = last, dict(results)
 
     def add(self, number: CollectiveNumber, results: list[Any], *, transient: bool, limited: bool) -> None:
         """Cache the results of a collective.
 
-        A `transient` result is needed only until a later collective has completed and a step begins, because the training state
-        contains it. Transient results, and those that are not `limited`, do not count towards the limit.
+        A `transient` result is needed only until a later collective has completed and a step begins. Transient results, and
+        those that are not `limited`, do not count towards the limit.
         """
         if transient:
             self._transient_number = number

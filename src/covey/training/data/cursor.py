@@ -1,7 +1,7 @@
 """Data cursor of one rank: the current step, the rank's samples of it, and the loader of its batches.
 
-The sample schedule is the same on all ranks; the members that took part in a step's reduction determine how it continues. A
-*member index* is a worker's number, which a resize does not change. It selects the rank's share of each step.
+The sample schedule is the same on all ranks; the members that took part in a step's reduction determine the schedule of the
+next step. A *member index* is a worker's number, which a resize does not change; it selects the rank's share of each step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DataCursor:
     micro_batches: list[range]  # of this rank in this step: positions in the global batch
 
     def __init__(self, data: Data, *, epochs: int, steps: int | None, accumulate: int, seed: int) -> None:
-        """Prepare what does not depend on the rank. Raise `UsageError` if `steps` is None with an iterable data set."""
+        """Prepare what does not depend on the rank; raise `UsageError` if `steps` is None with an iterable data set."""
         self.step, self.micro = 0, 0
         self.indexes_version = 0  # of the newest `MemberIndexes` by which the data is distributed; 0: none
         self.member_position = 0  # of the member index in `schedule.seats`; their number if it is not among them
@@ -69,7 +69,7 @@ class DataCursor:
             self.stream.reset_positions(self.schedule.seats)
 
     def begin_training(self, *, log_limits: bool) -> None:
-        """Set a stream to this rank and the current step. With `log_limits`, log which guarantees the data does not give."""
+        """Set a stream to this rank and step; with `log_limits`, log left-out samples and what a stream does not guarantee."""
         if (left_out := self._data.describe_left_out(self.schedule)) and log_limits:
             log.warning(left_out)
         if self.stream is not None:
@@ -86,14 +86,13 @@ class DataCursor:
         self.step = step
 
     def share_among_members(self, world: int) -> None:
-        """Distribute the data over the current members, when a training starts or resumes from a checkpoint."""
+        """Distribute the data over the current members; for a training that starts or resumes from a checkpoint."""
         indexes = self._collectives.member_indexes if self._collectives is not None else None
         if indexes is not None:
             self.indexes_version = indexes.version
         self.schedule = self.schedule.with_members(tuple(indexes.indexes) if indexes is not None else tuple(range(world)))
 
     def _with_step_count(self, schedule: SampleSchedule) -> SampleSchedule:
-        """Return the schedule with the requested number of steps: `steps`, or that of `epochs` epochs if it is None."""
         steps = self._steps if self._steps is not None else self._epochs * schedule.steps_per_epoch
         return msgspec.structs.replace(schedule, steps=steps)
 
@@ -127,8 +126,8 @@ class DataCursor:
     def prepare_loader(self, *, restart: bool = False) -> None:
         """Provide a loader whose next batch is the first of this step, and set `micro` to 0.
 
-        The open loader continues if this rank's share is unchanged. `restart`: open another one, because batches of this step
-        were already taken.
+        The open loader continues if this rank's share is unchanged, unless `restart`: batches of this step were already taken
+        from it.
         """
         self.micro = 0
         if restart or self._loader_share is not self._rank_share:
@@ -137,7 +136,7 @@ class DataCursor:
     def discard_loader(self, *, keep_persistent: bool = False) -> None:
         """Discard the batches loaded ahead: the next `prepare_loader` opens another loader.
 
-        `keep_persistent`: do nothing if the loader's workers are persistent, because only an epoch has ended.
+        `keep_persistent`: do nothing if the loader's workers are persistent.
         """
         if not (keep_persistent and self._data.has_persistent_workers):
             self._loader_share = None
@@ -150,7 +149,7 @@ class DataCursor:
         return self._data.batches(self._rank_share, self.step)
 
     def next_micro_batch(self) -> Any:
-        """Load and return the next micro-batch, and then seed the random generators for the script's work on it."""
+        """Load and return the next micro-batch, and seed the random generators for the script's work on it."""
         batch = next(self._loader)
         seed_all(derive_seed(self._seed, self.step, self.micro, self.member_position))
         return batch
@@ -182,12 +181,12 @@ class DataCursor:
     def gradient_scale(self) -> float:
         """Return the weight of this rank's gradients: its share of the samples of all participating members.
 
-        If these have no samples in this step, all have the same weight.
+        If the participating members have no samples in this step, their weights are equal.
         """
         return self.schedule.member_weight(self.step, self.member_position, self._participants())
 
     def participants_tensor(self) -> Any:
-        """Return a tensor: version and member indexes of a reduction that starts now; empty if the schedule has the same."""
+        """Return version and member indexes of a reduction that starts now; empty if the members are those of the schedule."""
         assert self._collectives is not None
         participants, indexes = self._participants(), self._collectives.member_indexes
         if participants is self.schedule.seats or indexes is None:
@@ -195,9 +194,9 @@ class DataCursor:
         return torch_module().tensor([indexes.version, *participants], dtype=torch_module().int64)
 
     def on_reduction_complete(self, participants: Any) -> None:
-        """Compute the next schedule, on the first reduction of a step; do nothing on further ones.
+        """Compute the next schedule, on the first reduction of a step; do nothing on further reductions of the step.
 
-        `participants` is what `participants_tensor` returned on the rank that has the result.
+        `participants` is what `participants_tensor` returned on the rank whose result is used.
         """
         if self.next_schedule is None:
             seats = self.schedule.seats

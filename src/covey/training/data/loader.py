@@ -31,7 +31,7 @@ class SeededDataset:
         return len(self._dataset)
 
     def __getitems__(self, numbers: list[tuple[int, int]]) -> Any:
-        """Return the samples of one micro-batch. Called by torch's loader with what `MicroBatchSampler` yields."""
+        """Return the samples of one micro-batch; `numbers` is an item that `MicroBatchSampler` yields."""
         [(step, micro)] = numbers
         samples = self._rank_share.micro_batch_samples(step, micro)
         seed_all(self._rank_share.micro_batch_seed(step, micro))
@@ -136,7 +136,7 @@ class Data:
         )
 
     def batches(self, share: RankShare, first: int) -> Iterator[Any]:
-        """Return an iterator of a share's micro-batches from step `first` to the end of its epoch. Start the loader workers.
+        """Start the loader and return an iterator of a share's micro-batches, from step `first` to the end of its epoch.
 
         With persistent workers the iterator continues to the last step of the training.
         """
@@ -147,12 +147,10 @@ class Data:
 
     @property
     def has_persistent_workers(self) -> bool:
-        """Whether loader workers outlive an epoch (option `persistent_workers`)."""
         return bool(self.options.get("persistent_workers"))
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Return whether `dataset` can only be iterated over. torch's IterableDataset is recognized by name, to avoid the import;
-    its `__getitem__` only raises."""
+    """torch's IterableDataset is recognized by name, to avoid the import; its `__getitem__` only raises."""
     named = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
     return named or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"))

@@ -1,18 +1,13 @@
 """Sample schedule: the samples of each step and their distribution over the members.
 
-In a complete epoch each sample contributes to one step, however the world size changes. `drop_last` may leave out samples at
-the end.
+The *global batch* of a step is a list of n samples; n is `batch_size` times `accumulate` times the world size when a training
+first starts, and does not change with the world size. The last batch of an epoch may be smaller. The members, given by their
+member indexes (`seats`), divide the list in order: the i-th of w has the positions i*n//w to (i+1)*n//w - 1. A member index
+does not change in a resize; a rank may.
 
-The *global batch* of a step is a list of n samples. When a training first starts, n is set to `batch_size` times `accumulate`
-times the world size. The last batch of an epoch may be smaller. The members of the world, given by their member indexes
-(`seats`), divide the list in order: the i-th of w has the positions i*n//w to (i+1)*n//w - 1. A member index does not change in
-a resize; a rank may.
-
-If members leave before a step's reduction, their samples are not used in it. These are *carried* over into the next step, which
-is larger by them, or into an extra step at the end of the epoch or of the training. Every rank computes the same schedule from
-the participants of the reduction.
-
-A schedule is immutable: `next_schedule` returns the next one.
+If members leave before a step's reduction, their unused samples are *carried* over into the next step, which is larger by them,
+or into an extra step at the end of the epoch or of the training. Every rank computes the same schedule from the participants of
+the reduction. A schedule is immutable: `next_schedule` returns the next one.
 """
 
 from __future__ import annotations
@@ -62,7 +57,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return self.steps + len(self.extra)
 
     def locate_step(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step and its number in the epoch, both from 0.
+        """Return the epoch of a step and the step's number in that epoch, both from 0.
 
         An extra step belongs to the epoch of the step before it; consecutive extra steps have the same number.
         """
@@ -79,8 +74,8 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
     def samples_at(self, step: int, positions: Iterable[int]) -> list[int]:
         """Return the samples at some positions of the global batch.
 
-        A full batch is ordered by the rank of the first world, then by micro-batch. In that world each rank therefore has the
-        samples that it would have without elasticity.
+        A full batch is ordered by the rank of the first world, then by micro-batch, so that in a world of that size each rank
+        has the samples that it would have without elasticity.
         """
         base = self._fresh_samples_in_step(step)
         epoch, within = self.locate_step(step)
@@ -98,12 +93,11 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def samples_in_step(self, step: int) -> int:
-        """Return the size of the global batch, carried samples included."""
+        """Return the size of the global batch of a step, carried samples included."""
         carried = len(self.carried) if step == self.carried_to else 0
         return carried + self._fresh_samples_in_step(step)
 
     def _fresh_samples_in_step(self, step: int) -> int:
-        """Return the number of samples of a step that are not carried; 0 in an extra step."""
         if step in self.extra:
             return 0
         return (
@@ -122,8 +116,8 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
     def micro_batches(self, step: int, index: int, limit: int | None) -> list[range]:
         """Return the share of the index-th member as micro-batches of at most `limit` samples (None: one micro-batch).
 
-        They are as few as possible, and of nearly equal size, because some layers fail on a single sample. A member without a
-        share gets the first samples of the global batch, because it still takes part in the step.
+        The micro-batches are as few as possible, and of nearly equal size, because some layers fail on a single sample. A
+        member without a share gets the first samples of the global batch, because it still takes part in the step.
         """
         span = self.member_range(step, index)
         if not span:
@@ -134,7 +128,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
     def member_weight(self, step: int, index: int, participants: tuple[int, ...]) -> float:
         """Return the weight of the index-th member's mean in the mean over all samples of the participants.
 
-        If the participants have no samples, all have the same weight.
+        If the participants have no samples, their weights are equal.
         """
         total = (
             self.samples_in_step(step)
@@ -148,8 +142,10 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return [self.member_range(step, i) for i, seat in enumerate(self.seats) if seat in members]
 
     def counted_positions(self, step: int, participants: tuple[int, ...]) -> list[int]:
-        """Return the positions that the participants have used. If none of them has a share, these are the first ones of the
-        global batch (see `micro_batches`)."""
+        """Return the positions in the global batch that the participants have used.
+
+        If no participant has a share, these are the first positions (see `micro_batches`).
+        """
         used = [position for span in self._participant_ranges(step, participants) for position in span]
         return used or list(self._idle_member_range(step))
 
@@ -160,7 +156,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
     def next_schedule(self, step: int, participants: tuple[int, ...]) -> SampleSchedule:
         """Return the schedule after a step. `participants`: indexes of the members that took part in its reduction.
 
-        They divide the next step. Samples that they did not use are carried over.
+        The participants divide the next step; samples that they did not use are carried over.
         """
         if participants == self.seats and not self.carried:
             return self
@@ -178,10 +174,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, seats=seats)
 
     def state(self) -> dict[str, Any]:
-        """Return the fields that a checkpoint or a replacement needs: those of the first start, members and carried samples.
-
-        All other fields follow from the script.
-        """
+        """Return the fields that a checkpoint or a replacement needs: those of the first start, members and carried samples."""
         names = ("batch_size", "accumulate", "world", "seats", "carried", "carried_to", "extra")
         return {name: getattr(self, name) for name in names}
 
@@ -214,7 +207,7 @@ class RankShare(msgspec.Struct, frozen=True):
         return self.schedule.samples_at(step, self.micro_batches(step)[micro])
 
     def micro_batch_seed(self, step: int, micro: int) -> int:
-        """Return the seed with which a micro-batch is loaded: a function of seed, step, micro-batch and member position."""
+        """Return the seed with which a micro-batch is loaded."""
         usual = self.schedule.accumulate
         number = derive_seed(self.schedule.seed, step * usual + min(micro, usual - 1), self.member_position)
         return number if micro < usual else derive_seed(number, micro)
@@ -253,7 +246,6 @@ def initial_schedule(
 
 @functools.lru_cache(maxsize=2)
 def _epoch_order(samples: int, shuffle: bool, seed: int) -> list[int]:
-    """Return the numbers of all samples in the order of an epoch, which the seed determines if they are shuffled."""
     torch = torch_module()
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(samples)
     found: list[int] = order.tolist()

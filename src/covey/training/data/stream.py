@@ -1,8 +1,8 @@
 """Streams: iterable data sets, of which each rank reads its own, batch by batch.
 
-A stream is resumed from a *position*, which the data set's `state_dict` returns. Batches are numbered and loaded with seeds
-derived from their number, so an older position yields the same batches again. A loader therefore records a position only every
-few batches, and ranks exchange theirs every few steps. A replacement, or a training that resumes, starts at the last known
+A stream is resumed from a *position*, which contains the data set's `state_dict`. Batches are numbered and loaded with seeds
+derived from their number, so an older position yields the same batches again. Positions are therefore recorded only every few
+batches, and exchanged between ranks every few steps. A replacement, or a training that resumes, starts at the last known
 position and discards batches it does not need. A data set without `state_dict` and `load_state_dict` is read from its start.
 
 Each loader worker reads a stream of its own, a *lane*: batch n is the next of lane n % lanes. Without workers there is one
@@ -51,7 +51,7 @@ class StreamSchedule(SampleSchedule, frozen=True, kw_only=True):
     def member_weight(self, step: int, index: int, participants: tuple[int, ...]) -> float:
         """Return the weight of the index-th member: the same for all participants, but 0 for one that joined during the step.
 
-        If only such members are left, they have the same weight.
+        If all participants joined during the step, they have the same weight.
         """
         counted = len(set(participants) & set(self.seats))
         if not counted:
@@ -63,7 +63,7 @@ class StreamSchedule(SampleSchedule, frozen=True, kw_only=True):
 
 
 def initial_stream_schedule(batch_size: int, accumulate: int, world: int, seed: int) -> StreamSchedule:
-    """Return the schedule of a training that starts, with 0 steps; the caller sets their number."""
+    """Return the schedule of a training that starts, with 0 steps."""
     return StreamSchedule(
         sample_count=0,
         shuffle=False,
@@ -77,10 +77,10 @@ def initial_stream_schedule(batch_size: int, accumulate: int, world: int, seed: 
 
 
 class StreamDataset(IterableDataset):  # type: ignore[misc]
-    """Data set for torch's loader, which may run in another process: endless batches of its lane, from `first_batch` on.
+    """Data set for torch's loader, which may run in another process: endless batches of a lane, from `first_batch` on.
 
-    It yields (batch, position). Every `BATCHES_PER_POSITION`-th batch of a lane has a position if the data set has a state:
-    (lane, batches read, state). Otherwise the position is None.
+    Iteration yields (batch, position). The position is (lane, batches read, state) for every `BATCHES_PER_POSITION`-th batch of
+    a lane if the data set has a state, otherwise None.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
     def _iterate_endlessly(self) -> Iterator[Any]:
         """Yield samples without end, in one iteration over the data set after another.
 
-        If an iteration yields none, load the data set's initial state and iterate again. Raise `UsageError` if that yields none
-        either, or the data set has no state.
+        If an iteration yields no sample, load the data set's initial state and iterate again. Raise `UsageError` if that yields
+        none either, or the data set has no state.
         """
         was_empty = False
         while True:
@@ -160,7 +160,7 @@ class Stream:
     # -- positions ---------------------------------------------------------------------------------------------------
 
     def reset_positions(self, seats: tuple[int, ...]) -> None:
-        """Set the positions of these members to the start, and forget all others."""
+        """Set the positions of the members `seats` to the start, and forget all other positions."""
         self._positions_by_member = {seat: {"began": 0, "lanes": [START_POSITION] * self._lane_count} for seat in seats}
 
     def current_state(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Stream:
         return {"lanes": self._lane_count, "places": self._positions_by_member}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the positions that `current_state` returned. Raise `UsageError` if they are of another number of lanes."""
+        """Load the positions that `current_state` returned; raise `UsageError` if they are of another number of lanes."""
         if state["lanes"] != self._lane_count:
             raise UsageError(
                 f"this stream was read by {state['lanes']} loaders and cannot be resumed by {self._lane_count}:"
@@ -177,16 +177,16 @@ class Stream:
         self._positions_by_member = state["places"]
 
     def set_member(self, seat: int, step: int) -> None:
-        """Set this rank's member index. If no position of this member is known, its stream starts with this step."""
+        """Set this rank's member index; if no position of this member is known, its stream starts with this step."""
         known = self._positions_by_member.get(seat)
         self._member_index, self._first_step = seat, known["began"] if known is not None else step
         lanes = known["lanes"] if known is not None else [START_POSITION] * self._lane_count
         self._recorded_positions = [[(count, state)] for count, state in lanes]
 
     def begin_step(self, step: int, group: Communicator) -> None:
-        """Keep only the newest position of each lane. Every `STEPS_PER_EXCHANGE` steps, exchange positions: a collective.
+        """Forget positions older than the newest of each lane, and exchange positions every `STEPS_PER_EXCHANGE` steps.
 
-        Raise `UsageError` if the positions of a rank exceed `POSITION_BYTES_MAX`.
+        The exchange is a collective. Raise `UsageError` if the positions of a rank exceed `POSITION_BYTES_MAX`.
         """
         self._recorded_positions = [taken[-1:] for taken in self._recorded_positions]
         if step and step % STEPS_PER_EXCHANGE == 0:
@@ -212,7 +212,7 @@ class Stream:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def batches(self, step: int) -> Iterator[Any]:
-        """Yield batches from a step on, without end. The open loader continues if its next batch is the first of the step."""
+        """Yield batches from a step on, without end; the open loader continues if its next batch is the first of the step."""
         if self._batch_iterator is None or self._next_batch_number != self._first_batch_of_step(step):
             self._open_loader(self._first_batch_of_step(step))
         while True:

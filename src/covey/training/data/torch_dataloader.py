@@ -1,7 +1,6 @@
 """Conversion of a torch DataLoader into a `covey.Data`.
 
-The sample schedule selects the samples, so of a sampler only whether it shuffles is kept. Custom samplers and batch samplers
-raise `UsageError`.
+The sample schedule selects the samples; of the loader's sampler, only whether it shuffles is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def is_torch_dataloader(data: Any) -> bool:
 
 
 def data_from_dataloader(loader: Any) -> Data:
-    """Return a `covey.Data` with the loader's data set, batch size, shuffling, drop_last and listed options.
+    """Return a `covey.Data` with the loader's data set, batch size, shuffling, `drop_last` and supported options.
 
     Raise `UsageError` for a custom sampler or batch sampler, and for `batch_size=None`.
     """

@@ -1,8 +1,8 @@
 """Detection of scripts that accumulate gradients over several steps and step the optimizer after the last.
 
-Such gradients are part of the state. Copying gradients into every snapshot costs time, so this is done only after a detection.
-A gradient was carried over if the first backward pass of a step finds the same tensor, and its addition is the only write since
-the step began. One parameter is checked for some steps, then the next, because such scripts usually accumulate all parameters.
+Such gradients are part of the state, but copying them into every snapshot costs time, so snapshots include gradients only after
+a detection. A gradient was carried over if the first backward pass of a step finds the same tensor, and its addition is the
+only write since the step began. One parameter is checked for some steps, then the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STEPS_PER_PARAMETER: Final = 16  # steps for which one parameter is checked, unl
 
 
 class GradAccumulationDetector:
-    """Check of one parameter per step, until accumulation is detected; then `on_detected` is called once."""
+    """Detector that checks one parameter per step, until it detects accumulation and calls `on_detected` once."""
 
     def __init__(self, model: Any, on_detected: Callable[[], None]) -> None:
         self._on_detected = on_detected

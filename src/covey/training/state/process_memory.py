@@ -1,7 +1,7 @@
 """Direct reads of another process's memory on this host: one copy by the kernel, without work for the process that is read.
 
-A process id is meaningless on another host or in another container. Therefore nothing is read before a random marker, whose
-address the other process has sent, was found in its memory.
+A process id is meaningless on another host or in another container. `is_expected_process` therefore looks for a random marker
+at an address that the other process has sent.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class _IoVec(ctypes.Structure):
 
 
 def allocate_buffer(size: int) -> memoryview:
-    """Return memory for a transfer. Request huge pages for `HUGE_PAGE_SIZE` bytes or more, because page faults of small pages
-    take longer than the copy. Raise `OSError` if the kernel was built without huge pages or has no memory."""
+    """Return memory for a transfer; from `HUGE_PAGE_SIZE` bytes on, request huge pages, because faults of small pages are slow.
+
+    Raise `OSError` if the kernel was built without huge pages or has no memory.
+    """
     if size < HUGE_PAGE_SIZE:
         return memoryview(bytearray(size))
     memory = mmap.mmap(-1, size)
@@ -62,8 +64,10 @@ def is_expected_process(pid: int, marker: MemoryBlock, value: bytes) -> bool:
 
 
 def read_process_memory(pid: int, blocks: Sequence[MemoryBlock], into: Sequence[memoryview]) -> None:
-    """Read each block into the buffer at the same position of `into`, which has the same size. Raise `OSError` if the process
-    does not exist, the address is invalid, or access is not allowed."""
+    """Read each block into the buffer at the same position of `into`, which has the same size.
+
+    Raise `OSError` if the process does not exist, the address is invalid, or access is not allowed.
+    """
     local = [MemoryBlock(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes) for view in into]
     pending = [(remote, target) for remote, target in zip(blocks, local, strict=True) if remote.size]
     assert all(remote.size == target.size for remote, target in pending)
@@ -73,7 +77,7 @@ def read_process_memory(pid: int, blocks: Sequence[MemoryBlock], into: Sequence[
 
 
 def _read_once(pid: int, pairs: list[tuple[MemoryBlock, MemoryBlock]]) -> int:
-    """Call the kernel once and return the number of bytes read, at least 1. Raise `OSError` if none were read."""
+    """Return the number of bytes read, at least 1; raise `OSError` if none were read."""
     remote, local = ((_IoVec * len(pairs))(*(_IoVec(p.address, p.size) for p in side)) for side in zip(*pairs, strict=True))
     count = int(_libc().process_vm_readv(pid, local, len(pairs), remote, len(pairs), 0))
     if count <= 0:

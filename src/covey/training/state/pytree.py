@@ -1,8 +1,8 @@
-"""State as plain data and tensors, for transfers between ranks and checkpoints. Nothing in it can execute code.
+"""Conversion of state into plain data and tensors, for transfers between ranks and checkpoints; nothing is pickled.
 
 `pack` converts nested dicts, lists, tuples, numbers, strings, bytes, None, tensors and numpy arrays into a skeleton of plain
-data and the tensors. `unpack` is its inverse, except that subclasses of these types and numpy's scalars become plain ones.
-Other types are not supported, because nothing is pickled.
+data and the tensors. `unpack` is its inverse, except that for example named tuples and numpy's scalars become plain ones. Other
+types are not supported.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT_NAME = "state"
 def pack(value: Any) -> tuple[Skeleton, dict[str, Any]]:
     """Return a skeleton, and the tensors by path (`tensor_path`), in the order to which the skeleton's positions refer.
 
-    Tensors are not copied. Raise `UsageError` for a type that cannot be transferred, a sparse tensor, or a dict key that is not
-    a string or an integer.
+    Tensors are not copied. Raise `UsageError` for an unsupported type, a sparse tensor, or a dict key that is not a string or
+    an integer.
     """
     tensors: dict[str, Any] = {}
     return _pack(value, tensors, ROOT_NAME), tensors
@@ -52,8 +52,10 @@ def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
 
 
 def match_dict_types(value: Any, pattern: Any) -> Any:
-    """Return `value` with the dict types that `pattern` has under the same keys, because transferred dicts are plain ones.
-    Dicts inside lists and tuples are not changed."""
+    """Return `value` with the dict types that `pattern` has under the same keys, because unpacked dicts are plain ones.
+
+    Dicts inside lists and tuples are not changed.
+    """
     if not isinstance(value, dict) or not isinstance(pattern, dict):
         return value
     typed = copy.copy(pattern)
@@ -64,7 +66,7 @@ def match_dict_types(value: Any, pattern: Any) -> Any:
 
 
 def to_byte_tensor(value: Any) -> Any:
-    """Return a value as one tensor of bytes, for a broadcast. Raise `UsageError` as `pack` does."""
+    """Return a value as one tensor of bytes; raise `UsageError` as `pack` does."""
     torch = torch_module()
     skeleton, tensors = pack(value)
     plain = [tensor.cpu().contiguous().resolve_conj().resolve_neg() for tensor in tensors.values()]

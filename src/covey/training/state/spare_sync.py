@@ -2,9 +2,8 @@
 
 Spares copy the tensors of the model, and of the optimizer unless it is sharded. Rank 0 publishes its address in the rendezvous
 store and lists its tensors while it waits in a collective. The tensors are read while the training continues, so a copy may be
-inconsistent. This is harmless, because the donor of a promoted spare compares digests and sends the tensors that differ. On the
-same host all tensors are read again, because that is faster than comparing. The copy is still useful, because its memory is
-already allocated.
+inconsistent. This is harmless: the donor of a promoted spare compares digests and sends the tensors that differ; on the donor's
+own host the spare reads all tensors again.
 
 Tensors that differed between the last two copies will probably differ again, so the spare does not offer their digests.
 """
@@ -37,7 +36,7 @@ class FollowRequested(msgspec.Struct, frozen=True):
 
 
 class SpareSource:
-    """A rank's tensors, for spares that copy them. `tensors` returns them by path; `notify` wakes the rank."""
+    """A rank's tensors, for spares that copy them; `tensors` returns the tensors by path, `notify` wakes the rank."""
 
     def __init__(self, tensors: Callable[[], dict[str, Any]], notify: Callable[[FollowRequested], None]) -> None:
         self._get_tensors, self._notify = tensors, notify
@@ -47,8 +46,10 @@ class SpareSource:
         self._latest_state = DonatedState()
 
     def offer_if_wanted(self, step: int) -> None:
-        """Offer the tensors if a spare waits for this step or an earlier one. Called on the main thread, because listing them
-        may run the script's code (hooks of state_dict)."""
+        """Offer the tensors if a spare waits for this step or an earlier one.
+
+        Call this on the main thread, because listing the tensors may run the script's code (hooks of state_dict).
+        """
         if self._wanted_step is not None and step >= self._wanted_step:
             with self._changed:
                 self._latest_state, self._wanted_step = DonatedState(step=step, state=self._get_tensors()), None
@@ -57,8 +58,8 @@ class SpareSource:
     def donate_at_step(self, wanted: bytes) -> DonatedState:
         """Wait until the main thread has offered tensors of the wanted step or a later one, and return them by path.
 
-        Called on a thread of the transfer server; `wanted` is the step in big-endian bytes. Raise `EOFError` if `FOLLOWERS_MAX`
-        spares already wait, or after `STEP_WAIT_S` seconds.
+        `wanted` is the step in big-endian bytes. Raise `EOFError` if `FOLLOWERS_MAX` spares already wait, or after
+        `STEP_WAIT_S` seconds.
         """
         after, deadline = int.from_bytes(wanted, "big"), time.monotonic() + STEP_WAIT_S
         with self._changed:
@@ -105,8 +106,10 @@ class SpareSync:
             self._stopped.wait(PAUSE_TO_COPY_RATIO * took_s)
 
     def _refresh_copy(self, donor: Donor) -> float:
-        """Copy the tensors, report their step to the scheduler, and return the duration in seconds, without the wait for the
-        step. Raise `PeerError` if the transfer fails or this spare has been stopped."""
+        """Copy the tensors, report their step, and return the duration in seconds, without the wait for the step.
+
+        Raise `PeerError` if the transfer fails or this spare has been stopped.
+        """
         began = 0.0
 
         def begin() -> None:
@@ -139,8 +142,7 @@ class SpareSync:
 
 
 def start_spare_sync(context: NodeInterface | None) -> SpareSync | None:
-    """Start copying and return the `SpareSync`, if this process is a spare without a rank and copies are enabled. Otherwise
-    return None."""
+    """Start copying, and return the `SpareSync`; None unless this process is a spare without a rank and copies are enabled."""
     if context is None or context.has_rank or not context.spare_sync_every:
         return None
     return SpareSync(context, context.spare_sync_every)

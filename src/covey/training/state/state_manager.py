@@ -1,9 +1,9 @@
 """Hand-over of the training state: from a survivor to a replacement, and through files to a later run.
 
-A rank donates its state while it waits in a collective: the state of the step boundary or, once the step's optimizer has run,
-the present state. With the first, a replacement runs the step like any other. With the second it *replays* the step. After its
-own optimizer it loads the state that the donor had right after its optimizer. Before its first collective without a cached
-result, at the latest at the end of the step, it loads the complete received state.
+A rank donates its state at a safe point: the state of the step boundary or, once the step's optimizer has run, the present
+state. With the first, a replacement runs the step like any other. With the second it *replays* the step: after its own
+optimizer it loads the state that the donor had right after its optimizer. Before its first collective without a cached result,
+at the latest at the end of the step, it loads the received state, except gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("covey")
 
 
 class StateManager:
-    """The training state of one rank's loop. Implements `numbered.StateProvider`, so that collectives can hand it over."""
+    """The training state of one rank's loop; implements `numbered.StateProvider`, so that collectives can hand it over."""
 
     def __init__(
         self,
@@ -68,7 +68,6 @@ class StateManager:
         self._after_optimizer_snapshot: StateSnapshot | None = None  # of the donor, right after its optimizer
 
     def _make_spare_source(self) -> SpareSource | None:
-        """Return the tensors that spares copy; None without a group, with served parameters, or if spares do not copy."""
         context = self._group.node_interface
         if self._collectives is None or context is None or not context.spare_sync_every or self._served.has_parameters:
             return None
@@ -92,7 +91,7 @@ class StateManager:
     def _join_others(self, collectives: NumberedCollectives, known: ReceiverTensors) -> None:
         """Take over a received state. If there is none, make all models equal to rank 0's and load the newest checkpoint.
 
-        Afterwards this rank can donate its state, and SIGTERM ends it at a step boundary.
+        Afterwards SIGTERM ends this rank at a step boundary.
         """
         context = self._group.node_interface
         assert context is not None
@@ -135,12 +134,10 @@ class StateManager:
         self._received_state = state if self.replaying else {}
 
     def _start_or_resume(self) -> None:
-        """Start from a checkpoint or, if there is none, from the beginning, and distribute the data over the members."""
         self._load_checkpoint()
         self._cursor.share_among_members(self._group.world)
 
     def _load_checkpoint(self) -> None:
-        """Load the newest checkpoint that the ranks have between them, if there is one (`resume`)."""
         if self._checkpoint is None:
             return
         together = self._collectives is not None
@@ -164,15 +161,19 @@ class StateManager:
         self._state.load_state(state, reused=self.replaying)
 
     def undo_script_changes(self) -> None:
-        """In a replacement, undo changes that its script made after the state was received, because that state already contains
-        them. What a `StateSnapshot` holds is restored. Later calls do nothing."""
+        """Undo what a replacement's script changed after it received a state, because the state contains these changes.
+
+        Restored is what a `StateSnapshot` holds. Later calls do nothing.
+        """
         if self._received_snapshot is not None:
             self._state.restore_snapshot(self._received_snapshot)
             self._received_snapshot = None
 
     def on_optimizer_stepped(self) -> None:
-        """Record the state after the optimizer. In a replayed step, first load the received state as it was right after the
-        donor's optimizer."""
+        """Record the state after the optimizer.
+
+        In a replayed step, first load the received state as it was right after the donor's optimizer.
+        """
         if not self.replaying:
             self._state.snapshot_after_optimizer()
             return
@@ -180,7 +181,7 @@ class StateManager:
         self._state.snapshot_after_optimizer(self._after_optimizer_snapshot)
 
     def finish_replay(self) -> None:
-        """End the replay, if there is one: load the complete received state, except its gradients."""
+        """If this rank replays a step, end the replay: load the received state, except its gradients."""
         if self.replaying:
             self.replaying = False
             state, self._received_state = self._received_state, {}
@@ -189,8 +190,7 @@ class StateManager:
             log.info("replayed step %d: values that this rank computed before its optimizer were discarded", self._cursor.step)
 
     def _with_optimizer_snapshot(self, state: Any) -> Any:
-        """Return the state with what a `StateSnapshot` holds as it was right after the donor's optimizer; `state` itself if the
-        donor had not run it."""
+        """Return the state as it was right after the donor's optimizer, or unchanged if the donor had not run it."""
         return overlay_snapshot(state, self._after_optimizer_snapshot) if self._after_optimizer_snapshot is not None else state
 
     # -- donor side --------------------------------------------------------------------------------------------------
@@ -208,8 +208,10 @@ class StateManager:
 
     @property
     def is_result_invalid(self) -> bool:
-        """Whether the last collective was an update of the sharded optimizer and a parameter was written since. The cached
-        result of such an update is the parameters themselves."""
+        """Whether the last collective was an update of the sharded optimizer and a parameter was written since.
+
+        The cached result of such an update is the parameters themselves.
+        """
         assert self._collectives is not None
         sharded = self.sharded_state
         return (
@@ -227,12 +229,14 @@ class StateManager:
             self._last_sharing_collective = self._collectives.last_completed
 
     def current_state(self) -> dict[str, Any]:
-        """Return the current state as a checkpoint contains it. Tensors are not copied."""
+        """Return the current state in the format of a checkpoint; tensors are not copied."""
         return self._state_metadata() | self._state.current_state()
 
     def donate(self) -> DonatedState:
-        """Return this rank's state at a safe point, without the slots of a sharded optimizer and without cached results. Valid
-        only while `is_consistent`. Tensors are not copied."""
+        """Return this rank's state at a safe point, without the slots of a sharded optimizer and without cached results.
+
+        Tensors are not copied. Valid only while `is_consistent`.
+        """
         state = self._state_metadata() | self._state.consistent_state()
         if self.sharded_state is not None:
             groups = state[OPTIMIZER][PARAM_GROUPS]
@@ -248,9 +252,10 @@ class StateManager:
         )
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint at a step boundary, after the rows of parameter servers if this rank requests these.
+        """Write a checkpoint at a step boundary, after the rows of the parameter servers if there are any.
 
-        Raise `StoreError` if this rank cannot write it, and the server's error if a server cannot.
+        Of independent workers only rank 0 has the servers write. Raise `StoreError` if this rank cannot write, and the error of
+        a server that cannot.
         """
         step = self._cursor.step
         # unless workers are independent, all of them request the save, because any may fail
@@ -292,7 +297,6 @@ class StateManager:
         }
 
     def _writer_info(self) -> dict[str, int]:
-        """Return rank, world size and newest generation for a manifest; outside a cluster 0, 1 and 0."""
         context = self._group.node_interface
         generation = context.assignment.generation if context is not None else 0
         return {"rank": self._group.rank, "world": self._group.world, "generation": generation}

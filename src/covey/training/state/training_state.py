@@ -1,8 +1,8 @@
 """Training state: model, optimizer and registered parts, with snapshots at two points of a step.
 
 A replacement can resume a step from its boundary, or from right after the loop's optimizer ran. Outside the optimizer's step,
-only what a `StateSnapshot` holds may change, so only that is copied. If `ParameterFingerprint` detects another change to the
-parameters (by a second optimizer, a direct write), the state is not donated.
+only what a `StateSnapshot` holds may change, so only that is copied. If `ParameterFingerprint` detects another write to the
+parameters (by a second optimizer, for example), the state is not donated.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ PLAIN_TYPES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class ModelBuffers:
-    """The buffers of a model by name, including non-persistent ones and ones that are None. Names are listed at creation;
-    buffers are looked up at each use, because the script may replace them."""
+    """The buffers of a model by name, including non-persistent ones and ones that are None.
+
+    Names are listed at creation; buffers are looked up at each use, because the script may replace them.
+    """
 
     def __init__(self, model: Any) -> None:
         names = dict(model.named_buffers())
@@ -38,12 +40,12 @@ class ModelBuffers:
         ]
 
     def current_buffers(self) -> dict[str, Any]:
-        """Return the present buffers that are not None."""
+        """Return the buffers that are not None, by name."""
         return {name: owner[key] for name, owner, key in self._locations if owner[key] is not None}
 
     def resize_to_fit(self, buffers: dict[str, Any]) -> None:
-        """Replace a buffer that is None, or differs in shape or dtype from the one in `buffers`, by an uninitialized one that
-        fits."""
+        """Replace buffers that are None, or differ in shape or dtype from those in `buffers`, by uninitialized ones that
+        fit."""
         for name, owner, key in self._locations:
             new, old = buffers.get(name), owner[key]
             if new is not None and (old is None or (old.shape, old.dtype) != (new.shape, new.dtype)):
@@ -51,8 +53,10 @@ class ModelBuffers:
 
 
 class ParameterFingerprint:
-    """Detector of writes to parameters. It compares torch's version counters, which miss writes through `.data`, and the first
-    element of each CPU parameter. Other writes through `.data` are not detected; comparing everything would cost too much."""
+    """Detector of writes to parameters, by torch's version counters and the first element of each CPU parameter.
+
+    Version counters miss writes through `.data`, so a write through `.data` is detected only if it changes a first element.
+    """
 
     def __init__(self, parameters: list[Any]) -> None:
         self._parameters = parameters
@@ -60,12 +64,10 @@ class ParameterFingerprint:
         self._recorded: tuple[int, list[bytes]] = (-1, [])
 
     def record(self) -> None:
-        """Store the current fingerprint."""
         self._recorded = self._compute_fingerprint()
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the fingerprint equals the stored one."""
         return self._recorded == self._compute_fingerprint()
 
     def _compute_fingerprint(self) -> tuple[int, list[bytes]]:
@@ -102,7 +104,7 @@ class TrainingState:
         self.accumulates_across_steps = False  # gradients are carried over from one step to the next
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        """Add a part by a getter and a setter. If the loaded state has a value for it, set it immediately.
+        """Add a part by a getter and a setter; if the loaded state has a value of this name, pass it to `put` immediately.
 
         Raise `UsageError` if the name is already registered or an argument is not callable.
         """
@@ -126,7 +128,7 @@ class TrainingState:
         self.optimizer_running = True
 
     def snapshot_after_optimizer(self, received: StateSnapshot | None = None) -> None:
-        """Record the state after the loop's optimizer. `received`: use this snapshot of another rank instead."""
+        """Record the state after the loop's optimizer; if `received` is given, record this snapshot of another rank instead."""
         self.optimizer_running, self.optimizer_applied = False, True
         self._snapshot = received or self.take_snapshot()
         self._fingerprint.record()
@@ -136,24 +138,26 @@ class TrainingState:
         self.accumulates_across_steps = True
 
     def end_step(self) -> None:
-        """End the step; until the next one starts the current state is that of the boundary."""
+        """End the step; until the next step starts, the current state is that of the boundary."""
         self._snapshot = None
         self.optimizer_applied = False
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the state of the boundary, or of right after the optimizer, can be restored. False, for example, while the
-        optimizer runs, or after another write to the parameters was detected."""
+        """Whether the state of the boundary, or of right after the optimizer, can be restored.
+
+        False, for example, while the optimizer runs, or after another write to the parameters was detected.
+        """
         not_copied = self.accumulates_across_steps and self._snapshot is not None and self._snapshot.gradients is None
         return not self.optimizer_running and not not_copied and (self._snapshot is None or self._fingerprint.is_unchanged)
 
     def rewind(self) -> None:
-        """Restore the last snapshot of this step, if there is one. Valid only while `is_consistent`."""
+        """Restore the last snapshot of this step, if there is one; valid only while `is_consistent`."""
         if self._snapshot is not None:
             self.restore_snapshot(self._snapshot)
 
     def take_snapshot(self) -> StateSnapshot:
-        """Return a snapshot. It may share unchanged parts with the last one."""
+        """Return a snapshot, which may share unchanged parts with the last one."""
         last, parts, buffers = self._last_snapshot, {}, {}
         for name, (get, _) in self._registered_parts.items():
             value = get()
@@ -170,7 +174,7 @@ class TrainingState:
         return self._last_snapshot
 
     def restore_snapshot(self, snapshot: StateSnapshot) -> None:
-        """Restore what the snapshot holds. Gradients that it does not hold are set to None."""
+        """Restore what the snapshot holds, and set gradients that it does not hold to None."""
         self._buffers.resize_to_fit(snapshot.buffers)
         self._load_tensors(snapshot.buffers)
         for parameter, trained in zip(self._parameters, snapshot.trainable, strict=True):
@@ -203,7 +207,7 @@ class TrainingState:
         }
 
     def consistent_state(self) -> dict[str, Any]:
-        """Return the current state if the optimizer of this step ran, otherwise that of the boundary. Valid only while
+        """Return the current state if the optimizer of this step ran, else that of the boundary; valid only while
         `is_consistent`."""
         return (
             self.current_state()
@@ -217,8 +221,11 @@ class TrainingState:
         return self._snapshot if self.optimizer_applied else None
 
     def load_state(self, state: dict[str, Any], *, reused: bool) -> None:
-        """Load a state. `reused`: it will be loaded again, so its tensors are copied; otherwise the optimizer and the parts may
-        take them over. Raise `RuntimeError`, `ValueError` or `KeyError` if it does not fit."""
+        """Load a state; with `reused`, copy its tensors, because the state will be loaded again.
+
+        Without `reused`, optimizer and parts may take the tensors over. Raise `RuntimeError`, `ValueError` or `KeyError` if the
+        state does not fit.
+        """
         self._buffers.resize_to_fit(state[MODEL] | state[NON_PERSISTENT])
         if not self._is_received_in_place(state[MODEL]):
             self._model.load_state_dict(state[MODEL])
@@ -250,7 +257,6 @@ class TrainingState:
         return pytree.pack({MODEL: dict(self._model.state_dict()), OPTIMIZER: self._optimizer.state_dict()})[1]
 
     def _is_received_in_place(self, state: dict[str, Any]) -> bool:
-        """Return whether all tensors were received directly into the model's memory."""
         destinations, tensor = self.destination_tensors(), torch_module().Tensor
         return state.keys() == self._model.state_dict().keys() and all(
             isinstance(value, tensor) and value.data_ptr() == destinations[pytree.tensor_path(MODEL, name)].data_ptr()
@@ -275,10 +281,10 @@ class TrainingState:
         return {name: p.grad.detach() for name, p in self._named_parameters.items() if p.grad is not None}
 
     def _load_optimizer(self, state: dict[str, Any], *, reused: bool) -> None:
-        """Load the optimizer's state. As in torch, its tensors are taken over where possible; with `reused`, copies of them.
+        """Load the optimizer's state; `reused`: copy its tensors.
 
-        torch converts a tensor to its parameter's dtype. Here a tensor keeps its dtype, and one with the shape of its parameter
-        gets the parameter's memory layout, because the same update in another layout may produce other bits.
+        torch converts a tensor to its parameter's dtype. Here a tensor keeps its dtype, and a tensor with the shape of its
+        parameter gets the parameter's memory layout, because the same update in another layout may produce other bits.
         """
         state = copy.deepcopy(state) if reused else state
         self._optimizer.load_state_dict(state)
@@ -297,8 +303,10 @@ class TrainingState:
 
 
 def overlay_snapshot(state: dict[str, Any], snapshot: StateSnapshot) -> dict[str, Any]:
-    """Return the state with the snapshot's values in place of its own, and without gradients if the snapshot has none. Tensors
-    are not copied."""
+    """Return the state with the snapshot's values in place of its own, and without gradients if the snapshot has none.
+
+    Tensors are not copied.
+    """
     found = state | {name: dict(state[name]) for name in (MODEL, NON_PERSISTENT)}
     for name, buffer in snapshot.buffers.items():
         found[NON_PERSISTENT if name in state[NON_PERSISTENT] or name not in state[MODEL] else MODEL][name] = buffer
@@ -313,7 +321,6 @@ def overlay_snapshot(state: dict[str, Any], snapshot: StateSnapshot) -> dict[str
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of an optimizer's parameter group without the parameters and their names."""
     return {
         name: value if type(value) in PLAIN_TYPES or type(value) is tuple else copy.deepcopy(value)
         for name, value in group.items()
@@ -322,8 +329,10 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_same_data(value: Any, copied: Any) -> bool:
-    """Return whether `value` is known to be unchanged since `copied` was made from it. Leaves are compared by identity, which
-    is fast, so equal data may return False."""
+    """Return whether `value` is known to be unchanged since `copied` was made from it.
+
+    Leaves are compared by identity, which is fast, so equal data may return False.
+    """
     if value is copied:
         return True
     kind = type(value)
@@ -335,8 +344,10 @@ def _is_same_data(value: Any, copied: Any) -> bool:
 
 
 def _restore_layout(value: Any, loaded: Any, parameter: Any) -> Any:
-    """Return `value`, a tensor of the optimizer's state, with its own dtype and, if it has the parameter's shape, the
-    parameter's memory layout. `loaded` is what torch made of it, and is returned if it fits."""
+    """Return a tensor of the optimizer's state with its own dtype and, if it has the parameter's shape, the parameter's layout.
+
+    `value` is the received tensor; `loaded`, torch's conversion of it, is returned if it fits.
+    """
     if value.shape == parameter.shape and value.stride() != parameter.stride():
         return torch_module().empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return loaded if loaded.dtype == value.dtype else value.to(parameter.device)

@@ -1,8 +1,8 @@
 """Transfer of state and cached results between ranks, over a separate connection.
 
 The group is not used, so a transfer overlaps with building the group and can be interrupted. State and results need no lock,
-because the donor waits in a collective that the receiver has not joined yet. Contiguous CPU tensors are sent without a copy; a
-receiver on the same host reads them from the donor's memory if the kernel permits that.
+because the donor is at a safe point. Contiguous CPU tensors are sent without a copy; a receiver on the same host reads them
+from the donor's memory if the kernel permits that.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ REQUEST_BYTES_MAX: Final = 65536  # of a request's argument
 
 
 class DonatedState(msgspec.Struct, frozen=True):
-    """Reply of a donor. A replacement gets a position in the training, a state and cached results of collectives. Replies to
-    other requests use some of the fields."""
+    """Reply of a donor.
+
+    A replacement gets a position in the training, a state and cached results of collectives; other replies use some of the
+    fields.
+    """
 
     step: int = -1  # -1: before the first step
     optimizer_applied: bool = False  # the state is the one after this step's optimizer
@@ -79,7 +82,7 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _TransferHeader(msgspec.Struct, frozen=True):
-    """A `DonatedState` without the bytes of its tensors, sent before these."""
+    """A `DonatedState` without the bytes of its tensors, sent before the bytes."""
 
     step: int
     optimizer_applied: bool
@@ -94,14 +97,16 @@ class _TransferHeader(msgspec.Struct, frozen=True):
 
 
 class TransferServer:
-    """Server of transfers to clients that present the token. A rank gets it in the scheduler's heal plan, a spare from the
-    rendezvous store."""
+    """Server of transfers to clients that present the token.
+
+    A rank gets the token in the scheduler's heal plan, a spare from the rendezvous store.
+    """
 
     def __init__(self, address: str, **handlers: Callable[[bytes], DonatedState]) -> None:
         """Listen at a free port of `address`; raise `OSError` if that fails.
 
-        `handlers`: by kind of request (`REQUEST_KINDS`), the function that is called with the request's argument. Each client
-        has its own thread. A client that sends another kind is disconnected.
+        `handlers`: by kind of request (`REQUEST_KINDS`), the function that is called with the request's argument, on a thread
+        of the client's connection.
         """
         self._handlers = {REQUEST_KINDS[kind]: found for kind, found in handlers.items()}
         self._free_transfers = threading.Semaphore(TRANSFERS_MAX)
@@ -136,7 +141,7 @@ def fetch_from_donor(
     """Send a request of `kind` (one of `REQUEST_KINDS`) with the argument `wanted`, and return the reply.
 
     A tensor is received into the tensor of the same path in `destinations` or `known`, if that fits. `destinations` is ignored
-    for a state after the optimizer. The donor need not send a tensor whose digest is in `known`. `begin` is called before
+    for a state after the optimizer. The donor need not send a tensor whose digest in `known` matches. `begin` is called before
     memory is written. Raise `PeerError` if the transfer fails; destination tensors may then be partly written.
     """
     try:
@@ -189,8 +194,8 @@ def _send_bytes(connection: socket.socket, view: memoryview) -> None:
 
 
 def _match_digests(connection: socket.socket, tensors: list[Any]) -> set[int]:
-    """Receive the digests of tensors that the receiver has, reply which of them are current, and return the numbers of these
-    tensors. Raise `EOFError` if the digests are too large, and `MsgspecError` if they are invalid."""
+    """Receive digests of the receiver's tensors, reply which of them match, and return the numbers of the tensors that
+    match."""
     size = int.from_bytes(_receive_exactly(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
         raise EOFError(f"the digests have {size} bytes, the limit is {HEADER_MAX}")
@@ -258,7 +263,6 @@ def _request_tensors(connection: socket.socket, described: list[TensorHeader], k
 
 
 def _destination_tensors(described: list[TensorHeader], destinations: Mapping[str, Any]) -> list[Any]:
-    """Return for each tensor its destination if it fits, else a new tensor."""
     torch = torch_module()
     found: list[Any] = []
     fresh = allocate_buffer(
@@ -292,8 +296,8 @@ def _tensor_bytes(tensor: Any) -> memoryview:
 
 
 def _receive_exactly(connection: socket.socket, into: Any) -> Any:
-    """Fill a buffer from a connection and return it. Raise `EOFError` if the connection is closed first, and `OSError` if it
-    fails or times out."""
+    """Fill the buffer `into` and return it; raise `EOFError` if the connection is closed first, `OSError` if it fails or times
+    out."""
     view = memoryview(into)
     while view.nbytes:
         count = connection.recv_into(view)

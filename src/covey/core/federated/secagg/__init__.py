@@ -1,4 +1,6 @@
-"""Secure aggregation protocol, as the scheduler runs it. Keys, masks and unmasking of sums are in `covey.federated.privacy`.
+"""Secure aggregation protocol: the scheduler's part, messages, neighbour graph and secret sharing.
+
+Keys, masks and unmasking of sums are in `covey.federated.privacy`.
 
 `scheduler_round`  the phases of one secure round, as the scheduler runs it
 `messages`         requests of devices, replies to them, and records of the protocol

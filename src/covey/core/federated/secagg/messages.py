@@ -31,11 +31,7 @@ WaitMilliseconds = Annotated[int, Meta(ge=0, le=60_000, description="Time in ms 
 
 
 def min_count_for_share(count: int, share: float) -> int:
-    """Return the product of `count` and `share`, rounded up to an integer.
-
-    The product is first rounded to 9 decimals: the result for 100 and 0.55 is 55, although the product of the floats is
-    slightly greater.
-    """
+    """Return `count * share` rounded up, after rounding to 9 decimals: 100 and 0.55 give 55 in spite of the float error."""
     return math.ceil(round(count * share, 9))
 
 

@@ -1,10 +1,12 @@
 """Neighbour graph of a secure round, and the share threshold.
 
-Up to `COMPLETE_GRAPH_MAX` devices, each device masks with all others. Above, each masks with a few neighbours (SecAgg+), the
-nearest on a ring (a Harary graph). A hash of all public keys determines the ring's order. The degree is the smallest even
-number that guarantees three properties, except with the probabilities below. If up to a fifth of the devices collude with the
-server, it cannot reconstruct the mask of any other device. If up to a tenth drop out, the sum can be unmasked. The devices that
-neither collude nor drop out form a connected graph. The first two hold for the default share threshold.
+Up to `COMPLETE_GRAPH_MAX` devices, each device masks with all others. Above, each masks with its nearest neighbours on a ring
+(SecAgg+, a Harary graph). A hash of all ids and public keys determines the ring's order.
+
+The number of neighbours is the smallest even number for which three properties hold, except with the probabilities below, if
+the share threshold is the default. A fifth of the devices, colluding with the server, cannot reconstruct another device's
+secrets. If a tenth of the devices drop out, the sum can be unmasked. The devices that neither collude nor drop out form a
+connected graph.
 """
 
 from __future__ import annotations
@@ -50,10 +52,7 @@ def _is_degree_sufficient(count: int, neighbours: int) -> bool:
 
 
 def _hypergeometric_tail(others: int, marked: int, drawn: int, least: int) -> float:
-    """Return the probability that at least `least` of `drawn` devices are marked.
-
-    They are drawn without replacement from `others` devices, of which `marked` are marked.
-    """
+    """Return the probability that at least `least` of `drawn` devices are marked, if `marked` of all `others` are marked."""
     total = math.comb(others, drawn)
     ways = sum(math.comb(marked, k) * math.comb(others - marked, drawn - k) for k in range(least, min(drawn, marked) + 1))
     return ways / total

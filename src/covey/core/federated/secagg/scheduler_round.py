@@ -1,22 +1,19 @@
 """Secure aggregation protocol of one round, as run by the scheduler.
 
-The protocol is that of Bonawitz et al. (2017), with the neighbour graph of SecAgg+ in large rounds (`neighbor_graph`).
-
-Theory of operation. The protocol has four phases. The devices of a phase are a subset of those of the previous one.
+The protocol is that of Bonawitz et al. (2017), with the neighbour graph of SecAgg+ in large rounds (`neighbor_graph`). It has
+four phases. The devices of a phase are a subset of those of the previous one.
 
 1. KEYS: each device sends two public keys. The devices that did are on the ring.
 2. SHARES: each device splits its two secrets (the seed of its own mask, and the key of its pairwise masks) among itself and its
    neighbours; it sends each neighbour's shares, encrypted.
-3. UPDATES: each device that shared uploads an update masked with all neighbours that shared. Claims, logs and sums are those of
-   a plain round.
+3. UPDATES: each device that shared uploads an update masked with all neighbours that shared.
 4. UNMASKING: the list of devices whose upload is in the sum is fixed once and stored. Each device on the list then reveals, of
    itself and of each neighbour that shared, one share: of the seed if that device is on the list, of the key if it dropped out,
-   never both. Enough shares of each secret yield the masks of the sum, and only of the sum.
+   never both. Enough shares of each secret yield the masks that are in the sum.
 
 KEYS and SHARES end when all devices have completed them, or when the window ends and enough have. UPDATES ends when all parts
 are sealed, UNMASKING when enough shares of each secret are revealed. Each phase has a window; that of KEYS starts with the
-first keys. If too few devices complete a phase within its window, the round fails: it is abandoned, and devices start over with
-new keys.
+first keys. If too few devices complete a phase within its window, the round fails and is abandoned.
 """
 
 from __future__ import annotations
@@ -124,16 +121,13 @@ class SecaggRound:
         self.phase, self.uploaders, self._phase_started_at = SecaggPhase.UNMASKING, uploaders, now
 
     def fail(self, reason: str) -> None:
-        """Let the round fail for a reason outside the protocol: set `failure_reason`."""
+        """Set `failure_reason`, for a reason outside the protocol."""
         self.failure_reason = reason
 
     # -- requests of devices -----------------------------------------------------------------------------------------
 
     def handle_request(self, request: AnySecaggRequest, now: float) -> SecaggOutcome:
-        """Handle a device's request and return the outcome. A request may complete a phase, or let the round fail.
-
-        A repeated request changes nothing. During KEYS, other keys of the same device replace the first ones.
-        """
+        """Handle a device's request and return the outcome; the request may end a phase or fail the round."""
         device = request.fl_id
         if isinstance(request, ExchangeKeys):
             weight = 1 if self._equal_weights else request.data_size
@@ -174,10 +168,7 @@ class SecaggRound:
         return ACCEPTED
 
     def _end_keys_phase(self, now: float) -> None:
-        """Build the ring of the devices that sent keys, and start SHARES.
-
-        Fail the round unless the share threshold is more than half of a secret's holders and at most all.
-        """
+        """Build the ring of the devices that sent keys, and start SHARES."""
         public = {device: keys.c_pk + keys.s_pk for device, keys in self._keys.items()}
         self._ring = tuple(neighbor_graph.ring_order(public))
         self._ring_index = {device: index for index, device in enumerate(self._ring)}
@@ -252,8 +243,8 @@ class SecaggRound:
     def fix_uploaders(self, clients: set[str], now: float) -> UploaderList | None:
         """Fix the list of uploaders to `clients`, the devices whose updates are in the sealed parts, and start UNMASKING.
 
-        Return the list, or None if the devices are too few or not all of them shared secrets. `failure_reason` is set then.
-        Later calls return the first list; if they name other devices, `failure_reason` is set too.
+        If `clients` are too few or not all of them shared secrets, set `failure_reason` and return None. If the list is fixed
+        already, return it, and set `failure_reason` if `clients` differ from it.
         """
         if self.uploaders is not None:
             if set(self.uploaders.clients) != clients:
@@ -292,11 +283,6 @@ class SecaggRound:
         return SecaggOutcome(SecaggVerdict.ACCEPTED, "", ClientList(self.uploaders.clients))
 
     def _on_list_signature(self, device: str, request: PushListSign | GetListSign) -> SecaggOutcome:
-        """Store the signature in the request, if any. For GetListSign, reply with those of the device and its neighbours.
-
-        Reply WAIT until as many of them have signed as shares are needed. Reply INVALID if the device is not on the list, or
-        there is no list yet.
-        """
         if self.uploaders is None or device not in self.uploaders.clients:
             return SecaggOutcome(SecaggVerdict.INVALID, "only devices in the list of uploaders may sign it, after it is fixed")
         if request.signature:
@@ -329,7 +315,6 @@ class SecaggRound:
         return ACCEPTED
 
     def _reconstruct_secrets(self) -> None:
-        """Set `unmasking` from the revealed shares. Wrong shares are not always detected; if they are, set `failure_reason`."""
         assert self.uploaders is not None
         seeds: dict[str, bytes] = {}
         keys: dict[str, bytes] = {}
@@ -351,9 +336,9 @@ class SecaggRound:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Act on the end of the current phase's window; do nothing before it.
+        """End the phase or fail the round if the phase's window has ended.
 
-        End KEYS or SHARES if enough devices have completed it; otherwise let the round fail. Always fail in UPDATES, and in
+        KEYS and SHARES end if enough devices have completed them; otherwise the round fails. It always fails in UPDATES, and in
         UNMASKING unless all secrets are reconstructed. A failure sets `failure_reason`.
         """
         if self.failure_reason or self._phase_started_at < 0 or now - self._phase_started_at < self._window_s:
@@ -373,8 +358,6 @@ class SecaggRound:
             )
 
     def _end_phase_or_fail(self, completed: int, of: int, action: str, now: float, end: Callable[[float], None]) -> None:
-        """Call `end` if `completed` is at least the required share of `of` devices and the number of updates needed; else
-        set `failure_reason`."""
         least = max(min_count_for_share(of, self._share_ratio), self._updates_min)
         if completed >= least:
             end(now)

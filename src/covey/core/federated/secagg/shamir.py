@@ -34,10 +34,7 @@ def split_secret(secret: bytes, indices: Iterable[int], coefficients: Sequence[i
 
 
 def lagrange_weights(indices: Sequence[int]) -> list[int]:
-    """Return the Lagrange weights, in the order of `indices`, for the value of the polynomial at 0. The indices must differ.
-
-    The weights are the same for all secrets whose shares have these indices.
-    """
+    """Return the Lagrange weights, in the order of `indices`, for the value of the polynomial at 0. The indices must differ."""
     weights = []
     for index in indices:
         numerator, denominator = 1, 1
@@ -50,10 +47,10 @@ def lagrange_weights(indices: Sequence[int]) -> list[int]:
 
 
 def combine_shares(shares: Mapping[int, bytes], weights: Sequence[int] | None = None) -> bytes:
-    """Return the secret from shares by index. Wrong or too few shares give a wrong result, which is not always detected.
+    """Return the secret from shares by index. Wrong or too few shares give a wrong result or a `ValueError`.
 
     `weights` are the `lagrange_weights` of the indices in the order of `shares`; None: they are computed. Raise `ValueError` if
-    a share is invalid, the numbers of shares and weights differ, or the result is not a secret.
+    a share is not a field element of 33 bytes, the numbers of shares and weights differ, or the result is not a secret.
     """
     weights = weights if weights is not None else lagrange_weights(list(shares))
     value = 0
