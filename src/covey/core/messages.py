@@ -364,7 +364,7 @@ class LeaderHeartbeat(Message, frozen=True):
 
 
 class LeaveAcknowledged(Message, frozen=True):
-    """Scheduler to node or agent: reply to `Leave`. Scheduler to client: reply to `StopRequest` without `dump`."""
+    """Scheduler to node, agent or client: reply to `Leave`, and to `StopRequest` without `dump`."""
 
 
 class RendezvousValue(Message, frozen=True):

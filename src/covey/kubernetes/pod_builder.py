@@ -83,7 +83,7 @@ def make_secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> K
 
 
 def _secret_name(job: Job) -> str:
-    """Return the secret's name. It contains the UID, because the secret of a deleted job of the same name may still exist."""
+    """Return the name of the job's secret. A part of the UID distinguishes it from the secret of a deleted job of that name."""
     return f"{job.name}-join-{job.uid[:8]}"
 
 

@@ -57,7 +57,7 @@ def list_child_pids() -> list[int]:
 
 
 def list_thread_ids(pid: int) -> list[int]:
-    """Return the thread ids of a process; [] if there is no such process."""
+    """Return the thread ids of a process; [] if it does not exist."""
     return [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
 
 

@@ -170,7 +170,8 @@ class GradientReducer:
         self._update_buckets()
 
     def begin_micro_batch(self) -> None:
-        """If the last backward pass raised, discard its reduction, report the failure and block until a new generation starts.
+        """If the last backward pass raised during its reduction, discard the reduction, report the failure and block until a
+        new generation starts.
 
         Other ranks that already wait in the discarded reduction repeat it in the new generation.
         """

@@ -63,7 +63,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Plan of `covey run` on this host. A port above 0 is fixed: no other port is tried."""
+    """Plan of `covey run` on this host: its workers, the scheduler's address, and the options of the run."""
 
     world: int = 1  # initial world size, of all hosts
     local_workers: int = 1  # workers on this host; 0: only spares

@@ -353,8 +353,9 @@ class Spares:
 class Recovery:
     """Recovery of a cluster, from the exit of a process until all ranks have resumed.
 
-    Two rules let a restarted scheduler continue a recovery. A new generation is durable before its incarnations. A death that
-    restarts all workers is not durable before the restart, so that the agent reports it again.
+    Two rules let a restarted scheduler continue a recovery. The journal gets a new generation before the incarnations that
+    start in it. It does not get a death that makes all workers restart before the restart: the agent then reports the death
+    again.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_steps(self) -> int:
-        """Number of steps of the training, including extra ones so far."""
+        """Number of steps of the training, with the steps that resizes have added so far (`extra`)."""
         return self.steps + len(self.extra)
 
     def locate_step(self, step: int) -> tuple[int, int]:

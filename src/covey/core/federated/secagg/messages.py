@@ -109,7 +109,7 @@ class PushListSign(SecaggRequest, frozen=True, kw_only=True):
 
 
 class GetListSign(SecaggRequest, frozen=True, kw_only=True):
-    """POST /getListSign: request the neighbours' signatures of the list.
+    """POST /getListSign: request the neighbours' signatures of the list that /getClientList returned.
 
     The device may repeat its own signature, because a restarted scheduler has lost it.
     """
