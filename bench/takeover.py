@@ -24,7 +24,7 @@ from bench.cluster import _free_port
 from bench.formation import BIN
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
-from covey.cli.scheduler_client import fetch_view
+from covey.cli.scheduler_session import fetch_view
 from covey.core.types import Phase
 from covey.errors import PeerError
 from covey.runtime.node_runtime import SchedulerAddress

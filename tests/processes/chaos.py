@@ -24,7 +24,7 @@ from tests.processes.command import Shell
 from tests.processes.elastic import check, start
 from tests.processes.harness import Process, until
 
-from covey.cli.scheduler_client import request_scale
+from covey.cli.scheduler_session import request_scale
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.types import Phase, Role
 from covey.errors import PeerError

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 import psutil
 
-from covey.cli.scheduler_client import fetch_view
+from covey.cli.scheduler_session import fetch_view
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.errors import CoveyError
 from covey.runtime.node_runtime import SchedulerAddress

@@ -69,7 +69,7 @@ TESTS = {  # tests of each module
     "federated.secagg.shamir": ("test_shamir",),
     "federated.secagg.scheduler_round": ("test_scheduler_round", "test_secagg_rounds"),
     "leader_election": ("test_leader_election",),
-    "cluster.fault_schedule": ("test_fault_schedule",),
+    "cluster.chaos_policy": ("test_chaos_policy",),
     "msjob.plan": JOB,
     "msjob.plan_builder": JOB,
     "msjob.reconcile_context": JOB,

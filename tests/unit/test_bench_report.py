@@ -13,7 +13,7 @@ from bench.scoreboard import page
 from tests.documents import ROOT
 from tests.processes.harness import until
 
-from covey.storage.cluster_registry import process_start_time
+from covey.storage.running_clusters import process_start_time
 
 
 def test_spread_of_an_odd_number_of_measurements() -> None:

@@ -11,7 +11,7 @@
 `tls`                certificates
 `federated`          federated clusters; `federated_simulate` simulates devices
 `kubernetes_commands` submit, jobs, operator; `kubernetes` implements them, and `logs --job`
-`scheduler_client`   one connection to a scheduler
+`scheduler_session`  one connection to a scheduler
 `common`             options, output and a file check that commands share
 `spinner`            spinner of slow commands; colours
 `completion`         shell completion

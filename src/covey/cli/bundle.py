@@ -23,13 +23,13 @@ from typing import Any, Final
 import msgspec
 
 from covey.cli import status
-from covey.cli.scheduler_client import fetch_events as ask_story
-from covey.cli.scheduler_client import fetch_view as ask_view
+from covey.cli.scheduler_session import fetch_events as ask_story
+from covey.cli.scheduler_session import fetch_view as ask_view
 from covey.errors import CoveyError, StoreError, UsageError
 from covey.runtime.node_runtime import SchedulerAddress
 from covey.settings import TABLE, load_settings, printable, settings_table
-from covey.storage import cluster_registry
-from covey.storage.cluster_registry import RegistryEntry
+from covey.storage import running_clusters
+from covey.storage.running_clusters import RegistryEntry
 
 LOG_BYTES_MAX: Final = 1 << 20  # of each log, from its end
 FILES_MAX: Final = 1000  # log files; further ones are left out without a message
@@ -132,7 +132,7 @@ def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | N
         if needed:
             raise
         return None, None
-    return next((e for e in cluster_registry.running_clusters() if e.address == (master or e.address)), None), scheduler
+    return next((e for e in running_clusters.running_clusters() if e.address == (master or e.address)), None), scheduler
 
 
 def _add_cluster_state(archive: Archive, scheduler: SchedulerAddress) -> list[str]:
@@ -182,7 +182,7 @@ def _collect_secrets(entry: RegistryEntry | None) -> set[bytes]:
     """
     settings = load_settings(os.environ).settings
     values = {str(getattr(settings, field)) for field, var in TABLE.items() if var.secret}
-    for known in cluster_registry.running_clusters() if entry is None else [entry]:
+    for known in running_clusters.running_clusters() if entry is None else [entry]:
         values |= {known.secret, known.token}
     found = {value.encode(errors="surrogateescape") for value in values if value}
     with contextlib.suppress(OSError):  # the secret in an unreadable file is unknown here

@@ -1,6 +1,6 @@
 """`covey chaos`: injects faults into a running cluster on this host and summarizes the recoveries.
 
-`core/cluster/fault_schedule.py` chooses each fault from a seed and the state of the cluster.
+`core/cluster/chaos_policy.py` chooses each fault from a seed and the state of the cluster.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 import psutil
 
 from covey.cli import status
-from covey.cli.scheduler_client import SchedulerSession
-from covey.core.cluster.fault_schedule import (
+from covey.cli.scheduler_session import SchedulerSession
+from covey.core.cluster.chaos_policy import (
     NODE_FAULTS,
     Fault,
     FaultSummary,
@@ -37,7 +37,7 @@ from covey.core.types import Phase, Role
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.runtime import chaos_faults
 from covey.runtime.node_runtime import SchedulerAddress
-from covey.storage.cluster_registry import process_start_time
+from covey.storage.running_clusters import process_start_time
 
 POLL_INTERVAL_S: Final = 0.05  # between two checks of the cluster, and between two connection attempts
 RESTART_TIMEOUT_S: Final = 120.0  # for a killed scheduler or template to be restarted

@@ -13,7 +13,7 @@ from typing import Final
 import click
 import msgspec
 
-from covey.cli.scheduler_client import SchedulerSession
+from covey.cli.scheduler_session import SchedulerSession
 from covey.cli.spinner import show_spinner
 from covey.cli.status import find_cluster
 from covey.errors import CoveyError, ExitCode, UsageError

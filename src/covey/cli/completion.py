@@ -33,8 +33,8 @@ class RunCompletion(click.Command):
 
 def complete_clusters(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the addresses of this user's clusters on this host that begin with `incomplete`; a callback of click."""
-    from covey.storage import cluster_registry
+    from covey.storage import running_clusters
 
     return [
-        CompletionItem(e.address, help=e.job) for e in cluster_registry.running_clusters() if e.address.startswith(incomplete)
+        CompletionItem(e.address, help=e.job) for e in running_clusters.running_clusters() if e.address.startswith(incomplete)
     ]

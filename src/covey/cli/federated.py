@@ -15,15 +15,15 @@ import msgspec
 
 from covey.cli.common import JSON, format_examples, print_result, read_blocker
 from covey.cli.federated_simulate import simulate
-from covey.cli.scheduler_client import request_stop as ask_to_stop
+from covey.cli.scheduler_session import request_stop as ask_to_stop
 from covey.cli.status import address_from_entry, fetch_view_with_spinner, print_cluster_table
 from covey.core.plurals import count_noun
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated.context import ContextValue, check_config_file, check_value, from_text
 from covey.federated.server.update_log import DURABILITIES
 from covey.settings import printable
-from covey.storage import cluster_registry
-from covey.storage.cluster_registry import RegistryEntry
+from covey.storage import running_clusters
+from covey.storage.running_clusters import RegistryEntry
 from covey.transport import address
 
 STARTED_MARKER = b"Server started successfully."  # in the log of each server
@@ -215,7 +215,7 @@ def status(master: str, as_json: bool) -> None:
 def _find_federated_cluster(master: str) -> RegistryEntry:
     """Return the entry of this user's federated cluster on this host at `master`; if `master` is "", of the only one. Raise
     UsageError if there is none, or several."""
-    running = [entry for entry in cluster_registry.running_clusters() if entry.job.startswith("federated")]
+    running = [entry for entry in running_clusters.running_clusters() if entry.job.startswith("federated")]
     if master:
         running = [entry for entry in running if entry.address == master]
     if not running:

@@ -7,12 +7,12 @@ import os
 import signal
 
 from covey.cli import status
-from covey.cli.scheduler_client import request_kill as ask_to_kill
+from covey.cli.scheduler_session import request_kill as ask_to_kill
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.types import Role
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.log import escape_unprintable
-from covey.storage import cluster_registry
+from covey.storage import running_clusters
 
 
 def kill_process(master: str, wanted: str) -> tuple[NodeView, str]:
@@ -53,7 +53,7 @@ def _kill_scheduler(view: ClusterView, node: NodeView) -> str:
 
     def is_ours() -> bool:
         return any(
-            (entry.pid, entry.cluster_id) == (node.pid, view.cluster_id) for entry in cluster_registry.running_clusters()
+            (entry.pid, entry.cluster_id) == (node.pid, view.cluster_id) for entry in running_clusters.running_clusters()
         )
 
     message = (

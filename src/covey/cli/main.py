@@ -266,7 +266,7 @@ def bundle(master: str, log_dir: str, journal: str, output: str, as_json: bool) 
 def stop(master: str, reason: str, as_json: bool) -> None:
     """Shut down a cluster gracefully."""
     from covey.cli import status as cluster_status
-    from covey.cli.scheduler_client import request_stop as ask_to_stop
+    from covey.cli.scheduler_session import request_stop as ask_to_stop
 
     scheduler = cluster_status.find_cluster(master)
     asyncio.run(ask_to_stop(scheduler, reason))
@@ -293,7 +293,7 @@ def kill(master: str, node: str, as_json: bool) -> None:
 def scale(master: str, workers: int | None, servers: int | None, as_json: bool) -> None:
     """Change the number of workers or of parameter servers of a running cluster."""
     from covey.cli import status as cluster_status
-    from covey.cli.scheduler_client import request_scale as ask_to_scale
+    from covey.cli.scheduler_session import request_scale as ask_to_scale
 
     if workers is None and servers is None:
         raise click.UsageError("give --workers N or --servers N")

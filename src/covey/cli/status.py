@@ -13,8 +13,8 @@ import click
 import msgspec
 
 from covey.cli.run.display import NODE_COLUMNS, cluster_heading, follow_file, node_cells, render_node_table
-from covey.cli.scheduler_client import SchedulerSession
-from covey.cli.scheduler_client import fetch_view as ask_view
+from covey.cli.scheduler_session import SchedulerSession
+from covey.cli.scheduler_session import fetch_view as ask_view
 from covey.cli.spinner import show_spinner
 from covey.core.cluster.view import ClusterView
 from covey.core.types import Role
@@ -23,8 +23,8 @@ from covey.log import escape_unprintable
 from covey.runtime import credentials
 from covey.runtime.node_runtime import SchedulerAddress
 from covey.settings import Settings, load_settings, settings_table
-from covey.storage import cluster_registry
-from covey.storage.cluster_registry import RegistryEntry
+from covey.storage import running_clusters
+from covey.storage.running_clusters import RegistryEntry
 from covey.transport import address
 
 RECOVERIES_SHOWN = 5
@@ -42,7 +42,7 @@ def find_cluster(master: str) -> SchedulerAddress:
     runs here, it is MS_SCHED_HOST and MS_SCHED_PORT. Raise UsageError if there is no address, if several clusters run here and
     `master` is "", or if the address, secret or TLS files are not usable.
     """
-    running = cluster_registry.running_clusters()
+    running = running_clusters.running_clusters()
     settings = load_settings(os.environ).settings
     if not master and not running and settings.sched_host and settings.sched_port:
         named = address.split_list(settings.sched_host, settings.sched_port)
@@ -92,7 +92,7 @@ def print_status(master: str, as_json: bool) -> None:
 
     If one of several clusters does not reply, print the error; if a single cluster does not, raise PeerError.
     """
-    running = cluster_registry.running_clusters()
+    running = running_clusters.running_clusters()
     if master or len(running) < 2:
         return _print_cluster_status(fetch_view_with_spinner(find_cluster(master)), as_json)
     for entry in running:

@@ -12,8 +12,8 @@ import click
 import msgspec
 
 from covey.cli.run.display import LiveDisplay
-from covey.cli.scheduler_client import SCHEDULER_RETURN_TIMEOUT_S, SchedulerSession, fetch_view, follow_events
-from covey.cli.scheduler_client import fetch_events as ask_story
+from covey.cli.scheduler_session import SCHEDULER_RETURN_TIMEOUT_S, SchedulerSession, fetch_view, follow_events
+from covey.cli.scheduler_session import fetch_events as ask_story
 from covey.cli.status import find_cluster
 from covey.core.effects import Level
 from covey.core.event_log import Event

@@ -30,7 +30,7 @@ from covey.runtime import host_identity as hosts
 from covey.runtime.listeners import bind_management_port, raise_file_limit
 from covey.runtime.management_port import serve_management_port
 from covey.settings import Settings, load_settings
-from covey.storage import cluster_registry
+from covey.storage import running_clusters
 from covey.transport import address
 
 # The cluster id, set by a supervisor, so that a restarted scheduler finds its record.
@@ -144,12 +144,12 @@ async def _run_scheduler(settings: Settings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, scheduler.stop, f"the scheduler received {number.name}")
     token = settings.token or secrets.token_urlsafe(24)
-    entry = cluster_registry.register_cluster(
-        cluster_registry.RegistryEntry(
+    entry = running_clusters.register_cluster(
+        running_clusters.RegistryEntry(
             cluster_id=cluster_id,
             address=here,
             pid=os.getpid(),
-            created=cluster_registry.process_start_time(os.getpid()),
+            created=running_clusters.process_start_time(os.getpid()),
             secret=guard.secret,
             token=token,
             manage=address.join_host_port("127.0.0.1", port) if manage else "",

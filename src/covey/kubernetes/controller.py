@@ -49,7 +49,7 @@ from covey.kubernetes.api_client import (
 from covey.kubernetes.event_recorder import EventRecorder
 from covey.kubernetes.operator_metrics import OperatorMetrics
 from covey.kubernetes.reflector import Index, ObjectKey, Reflector
-from covey.kubernetes.scheduler_client import SchedulerClients, SchedulerEndpoint, derive_token
+from covey.kubernetes.scheduler_rest_client import SchedulerClients, SchedulerEndpoint, derive_token
 from covey.kubernetes.work_queue import WorkQueue
 from covey.log import log
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from covey.kubernetes import crd
-from covey.kubernetes.scheduler_client import KEY_SECRET_NAME
+from covey.kubernetes.scheduler_rest_client import KEY_SECRET_NAME
 
 KubeObject = dict[str, Any]
 

@@ -19,7 +19,7 @@ from covey.core.msjob.actions import RecordEvent
 from covey.core.msjob.pod_state import JOB_LABEL, OPERATOR_LABEL, OPERATOR_NAME
 from covey.core.plurals import count_noun
 from covey.errors import PeerError
-from covey.kubernetes import operator_lease, operator_metrics, scheduler_client
+from covey.kubernetes import operator_lease, operator_metrics, scheduler_rest_client
 from covey.kubernetes.api_client import (
     ASCENDJOB,
     MSJOB,
@@ -139,7 +139,7 @@ class Operator:
                 return controller, job
         raise PeerError(f"job {'/'.join(key)} not found")
 
-    def _scheduler_clients(self, key: ObjectKey) -> scheduler_client.SchedulerClients:
+    def _scheduler_clients(self, key: ObjectKey) -> scheduler_rest_client.SchedulerClients:
         controller, job = self._find_job(key)
         if not controller.scheduler_clients.is_polling(key):
             state = (job.get("status") or {}).get("state") or "not reconciled yet"
@@ -174,7 +174,7 @@ class Operator:
     async def _run_controllers(self) -> None:
         kinds = [MSJOB, *([ASCENDJOB] if await self._is_served("mindxdl.gitee.com", "v1") else [])]
         gang = self.options.gang_scheduler
-        self._secret_key = await scheduler_client.load_or_create_key(self.api, self.options.lease_namespace)
+        self._secret_key = await scheduler_rest_client.load_or_create_key(self.api, self.options.lease_namespace)
         async with asyncio.TaskGroup() as group:
             nodes = await self._watch_nodes(group)
             owned_reflector = partial(Reflector, self.api, namespace=self.options.namespace, selector=OWNED_SELECTOR)

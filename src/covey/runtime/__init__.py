@@ -10,7 +10,7 @@
 `view_stream`         the cluster view: answers requests, sends updates to clients that follow it
 `event_stream`        the event log: answers requests, sends new events to clients that follow it
 `log_reader`          bounded reads of log files, and requests for them that are pending
-`log_stream`          standard output that survives a full disk
+`full_disk_output`    standard output that survives a full disk
 `failure_report`      text of the first failure
 `exception_record`    description of the exception that ended a script
 `chaos_faults`        faults of `covey chaos`: kill, stop, slow, cut, fill the disk, shift the clock

@@ -17,7 +17,7 @@ from covey.errors import ExitCode, StoreError, UsageError
 from covey.log import log
 from covey.runtime import host_identity
 from covey.storage.cas_store import CasStore, FileCasStore
-from covey.storage.cluster_registry import process_start_time
+from covey.storage.running_clusters import process_start_time
 
 LEASE_KEY: Final = "lease"
 STORE_CALLS_PER_LEASE: Final = 4  # limit of a store call: a quarter of the lease, so that one can fail before the lease expires

@@ -40,7 +40,7 @@ from covey.scheduler.leader_commits import RETRY_DISK_S, LeadershipHandedOver, L
 from covey.scheduler.lease_keeper import LeaseKeeper, StandbyClusterEnded, kill_predecessor
 from covey.scheduler.scheduler import Scheduler, SchedulerInfo, exit_now, on_signal
 from covey.settings import LoadedSettings, Settings, serving_variables, settings_table
-from covey.storage import cluster_registry
+from covey.storage import running_clusters
 from covey.storage.cas_journal import CasJournal, open_cas_journal
 from covey.storage.cas_store import CasStore, FileCasStore, open_cas_store
 from covey.storage.journal import FencedError, Journal, open_journal
@@ -257,12 +257,12 @@ class SchedulerService:
                 entry.unlink(missing_ok=True)
 
     def _register_cluster(self, scheduler: Scheduler, sockets: ListeningSockets, auth: credentials.Credentials) -> Path:
-        return cluster_registry.register_cluster(
-            cluster_registry.RegistryEntry(
+        return running_clusters.register_cluster(
+            running_clusters.RegistryEntry(
                 cluster_id=scheduler.cluster_id,
                 address=sockets.address,
                 pid=os.getpid(),
-                created=cluster_registry.process_start_time(os.getpid()),
+                created=running_clusters.process_start_time(os.getpid()),
                 secret=auth.secret,
                 token=self._rest_token,
                 manage=address.join_host_port("127.0.0.1", sockets.manage_port) if sockets.management else "",

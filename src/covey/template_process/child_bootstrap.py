@@ -19,7 +19,7 @@ from types import TracebackType
 
 from covey.errors import ExitCode
 from covey.runtime import exception_record, lifeline, linux
-from covey.runtime.log_stream import install_log_streams
+from covey.runtime.full_disk_output import install_log_streams
 from covey.template_process import script_loader
 from covey.template_process.import_recorder import RECORD_IMPORTS_VARIABLE, ImportRecorder
 from covey.template_process.protocol import ChildSpec

@@ -47,7 +47,7 @@ from covey.errors import ExitCode, PeerError, UsageError
 from covey.log import configure_logging, log
 from covey.runtime import credentials, host_identity
 from covey.runtime.child_environment import AGENT_VARIABLE, INCARNATION_VARIABLE
-from covey.runtime.log_stream import install_log_streams
+from covey.runtime.full_disk_output import install_log_streams
 from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress, make_node_settings, progress_interval_s
 from covey.runtime.relayed_runtime import RelayedRuntime
 from covey.settings import Settings, serving_variables

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
 import msgspec
 
-from covey.cli.scheduler_client import SchedulerSession
+from covey.cli.scheduler_session import SchedulerSession
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Outcome
 from covey.core.types import NodeState, Phase, Role

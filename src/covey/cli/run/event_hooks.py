@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from covey.agent.agent import RunOutcome as RunOutcome
-from covey.cli.scheduler_client import follow_events
+from covey.cli.scheduler_session import follow_events
 from covey.core.event_log import Event
 from covey.core.incidents import Outcome
 from covey.core.plurals import count_noun

@@ -16,6 +16,6 @@ those constructed before it.
     `registration`        admission of nodes and agents, and the formation
     `formation`           whether the cluster is complete, and the ranks
     `view`                read-only snapshot for clients
-    `fault_schedule`      the faults that `covey chaos` injects, from a seed
+    `chaos_policy`        the faults that `covey chaos` injects, from a seed
     `node_machine`        the node's side: register, send heartbeats, reconnect, leave
 """

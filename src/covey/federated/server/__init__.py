@@ -13,7 +13,7 @@
 `browser_page`        the page that turns a browser tab into a device
 `round_storage`       a server's directory: the logs of its rounds, and logs adopted from other servers
 `update_log`          log of updates; `update_replication` syncs or replicates it
-`partial_aggregate`   this server's part of a round's sum: an `accumulator` (fixed point) or a `masked_sum`
+`partial_aggregate`   this server's part of a round's sum: an `accumulator` (fixed point) or a `masked_accumulator`
 `aggregation`         from all servers' parts to the next model
 `model_cache`         models in memory; `model_store` has them on disk
 `server_links`        connections to the other servers; `scheduler_link` is the one to the scheduler

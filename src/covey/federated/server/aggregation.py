@@ -24,7 +24,7 @@ from covey.federated.model_codec import Floats, ModelLayout
 from covey.federated.privacy import fixed_point_ring
 from covey.federated.privacy.secagg_device_state import unmask_sum
 from covey.federated.server.accumulator import FIXED_POINT_SCALE
-from covey.federated.server.masked_sum import MaskedSum
+from covey.federated.server.masked_accumulator import MaskedSum
 from covey.federated.server.model_store import ModelNotStored, StrategyState
 from covey.federated.server.partial_aggregate import PartialAggregate, Sum
 from covey.federated.server.server_links import ServerLinks

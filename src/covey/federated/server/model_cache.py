@@ -13,7 +13,7 @@ from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated.model_codec import Floats, ModelLayout, QuantizedModel, compute_digest
 from covey.federated.privacy.dp_noise import draw_mean_noise
 from covey.federated.server import aggregation
-from covey.federated.server.masked_sum import MaskedSum
+from covey.federated.server.masked_accumulator import MaskedSum
 from covey.federated.server.model_store import ModelStore, StrategyState, unpack_state
 from covey.federated.server.partial_aggregate import PartialAggregate
 from covey.federated.server.server_links import BytesLike, ServerLinks

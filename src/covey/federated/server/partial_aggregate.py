@@ -10,7 +10,7 @@ import msgspec
 from covey.core.federated.messages import RoundTotals
 from covey.federated.model_codec import Floats
 from covey.federated.server.accumulator import Accumulator
-from covey.federated.server.masked_sum import MaskedSum
+from covey.federated.server.masked_accumulator import MaskedSum
 from covey.federated.server.update_log import LogDirectory, LogFile, Update, UpdateLog, read_log
 
 Sum = Accumulator | MaskedSum

@@ -31,7 +31,7 @@ from covey.federated.server import aggregation
 from covey.federated.server.accumulator import Accumulator
 from covey.federated.server.admissions import Admissions
 from covey.federated.server.device_port import DevicePort
-from covey.federated.server.masked_sum import MaskedSum
+from covey.federated.server.masked_accumulator import MaskedSum
 from covey.federated.server.model_cache import ModelCache, wanted_model
 from covey.federated.server.model_store import ModelNotStored
 from covey.federated.server.round_storage import RoundStorage

@@ -38,7 +38,7 @@ from covey.runtime.listeners import ListeningSockets, bind_scheduler_ports
 from covey.runtime.node_runtime import SchedulerAddress
 from covey.scheduler.main import run_scheduler
 from covey.settings import NODES_MAX, GivenValue, LoadedSettings, Settings, load_settings
-from covey.storage import cluster_registry
+from covey.storage import running_clusters
 from covey.storage.journal import has_resumable_journal
 from covey.transport.connection import Connection, NoListenerError, connect
 from covey.transport.handshake import SecretNotRequired
@@ -187,7 +187,7 @@ def _timeout_or_infinite(seconds: float) -> float:
 def _scheduler_address(where: ManagerAddress, settings: Settings) -> SchedulerAddress:
     """Return the scheduler's address with credentials. Those in the registry of this user's clusters on this host take
     precedence over the settings."""
-    known = next((entry for entry in cluster_registry.running_clusters() if entry.address == where.host_port), None)
+    known = next((entry for entry in running_clusters.running_clusters() if entry.address == where.host_port), None)
     if known is not None:
         settings = msgspec.structs.replace(
             settings, secret=known.secret or settings.secret, tls_config=known.tls or settings.tls_config

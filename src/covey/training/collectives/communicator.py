@@ -14,7 +14,7 @@ from covey.errors import UsageError
 from covey.training.collectives.gloo_group import GlooTransport
 from covey.training.collectives.group import Transport
 from covey.training.collectives.numbered import NumberedCollectives
-from covey.training.collectives.operations import AllGather, AllReduce, Broadcast, Mean, Reduction
+from covey.training.collectives.repeatable_operations import AllGather, AllReduce, Broadcast, Mean, Reduction
 from covey.training.lazy_torch import torch_module
 from covey.training.node_interface import NodeInterface, RankInfo
 

@@ -19,7 +19,7 @@ from covey.training.checkpoint import resume
 from covey.training.checkpoint.checkpoint import Checkpoint
 from covey.training.collectives.communicator import Communicator
 from covey.training.collectives.numbered import NumberedCollectives
-from covey.training.collectives.operations import Broadcast
+from covey.training.collectives.repeatable_operations import Broadcast
 from covey.training.data.cursor import DataCursor
 from covey.training.state.spare_sync import SpareSource
 from covey.training.state.training_state import (

@@ -95,7 +95,7 @@ def test_first_checkpoint_that_cannot_be_written_raises_store_error(tmp_path: Pa
 def test_output_lost_on_a_full_disk_is_counted(tmp_path: Path, flags: list[str]) -> None:
     script = """
 import resource, sys
-from covey.runtime.log_stream import install_log_streams
+from covey.runtime.full_disk_output import install_log_streams
 install_log_streams()
 print("before")
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

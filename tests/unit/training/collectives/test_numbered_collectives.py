@@ -15,7 +15,7 @@ from covey.core.messages import CollectiveNumber, DumpRequest, DumpWritten, Rank
 from covey.training.collectives.communicator import Communicator
 from covey.training.collectives.group import Transport, WorkDone
 from covey.training.collectives.numbered import NumberedCollectives
-from covey.training.collectives.operations import AllReduce, Mean, Reduction
+from covey.training.collectives.repeatable_operations import AllReduce, Mean, Reduction
 from covey.training.node_interface import GenerationStarted
 from covey.training.state.transfer import NO_TENSORS, DonatedState
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from covey.training.collectives.communicator import Communicator
 from covey.training.collectives.group import Transport
-from covey.training.collectives.operations import AllReduce
+from covey.training.collectives.repeatable_operations import AllReduce
 from covey.training.data.cursor import DataCursor
 from covey.training.data.loader import Data
 from covey.training.ps_parameters import ServedParameters

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from covey.errors import StoreError
-from covey.storage.cluster_registry import RegistryEntry, process_start_time, register_cluster, running_clusters
+from covey.storage.running_clusters import RegistryEntry, process_start_time, register_cluster, running_clusters
 from covey.storage.tempdirs import TempDirectory
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from covey import wall_clock
-from covey.core.cluster import fault_schedule
+from covey.core.cluster import chaos_policy
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Incident, Outcome
 from covey.core.types import Phase, Role
@@ -35,30 +35,30 @@ FOUR = view(*map(worker, range(4)))
 
 
 def test_same_seed_gives_same_faults_and_other_seed_does_not() -> None:
-    def event_log_of(seed: int) -> list[fault_schedule.PlannedFault]:
-        done: list[fault_schedule.PlannedFault] = []
+    def event_log_of(seed: int) -> list[chaos_policy.PlannedFault]:
+        done: list[chaos_policy.PlannedFault] = []
         for number in range(40):
-            strike, _ = fault_schedule.choose_fault(seed, list(fault_schedule.Fault), FOUR, done, 10.0 * number)
+            strike, _ = chaos_policy.choose_fault(seed, list(chaos_policy.Fault), FOUR, done, 10.0 * number)
             assert strike is not None
             done.append(strike)
         return done
 
     assert event_log_of(7) == event_log_of(7) != event_log_of(8)
-    assert {strike.fault for strike in event_log_of(7)} == set(fault_schedule.Fault)
-    assert fault_schedule.clock_jump_s(7, 1) == fault_schedule.clock_jump_s(7, 1) != fault_schedule.clock_jump_s(7, 2)
-    assert all(1.5 <= fault_schedule.pause_s(7, number, 3.0) <= 4.5 for number in range(50))
+    assert {strike.fault for strike in event_log_of(7)} == set(chaos_policy.Fault)
+    assert chaos_policy.clock_jump_s(7, 1) == chaos_policy.clock_jump_s(7, 1) != chaos_policy.clock_jump_s(7, 2)
+    assert all(1.5 <= chaos_policy.pause_s(7, number, 3.0) <= 4.5 for number in range(50))
 
 
-def killed_nodes(cluster: ClusterView, done: list[fault_schedule.PlannedFault]) -> set[str]:
+def killed_nodes(cluster: ClusterView, done: list[chaos_policy.PlannedFault]) -> set[str]:
     """Return the nodes that KILL hits with any of 60 seeds."""
-    faults = (fault_schedule.choose_fault(seed, [fault_schedule.Fault.KILL], cluster, done, 0.1)[0] for seed in range(60))
+    faults = (chaos_policy.choose_fault(seed, [chaos_policy.Fault.KILL], cluster, done, 0.1)[0] for seed in range(60))
     return {fault.node for fault in faults if fault is not None}
 
 
 def test_hit_rank_is_spared_until_replacement_has_state() -> None:
-    done = [fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.KILL, "worker:2", 102, 1)]
+    done = [chaos_policy.PlannedFault(1, 0.0, chaos_policy.Fault.KILL, "worker:2", 102, 1)]
     for number in range(2, 30):  # the view does not know of the death yet
-        strike, _ = fault_schedule.choose_fault(number, [fault_schedule.Fault.KILL], FOUR, done, 0.1)
+        strike, _ = chaos_policy.choose_fault(number, [chaos_policy.Fault.KILL], FOUR, done, 0.1)
         assert strike is not None and strike.node != "worker:2"
     fresh = view(worker(0), worker(1), worker(2, incarnation=2, pid=202, step=-1), worker(3))
     assert killed_nodes(fresh, done) == {"worker:0", "worker:1", "worker:3"}
@@ -69,14 +69,14 @@ def test_hit_rank_is_spared_until_replacement_has_state() -> None:
 @pytest.mark.parametrize("world", range(1, 7))
 def test_deadly_faults_spare_half_of_ranks_with_state_and_at_least_one(world: int) -> None:
     seen = view(*map(worker, range(world)))
-    done: list[fault_schedule.PlannedFault] = []
+    done: list[chaos_policy.PlannedFault] = []
     while (
-        strike := fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL, fault_schedule.Fault.STOP], seen, done, 1.0)[0]
+        strike := chaos_policy.choose_fault(1, [chaos_policy.Fault.KILL, chaos_policy.Fault.STOP], seen, done, 1.0)[0]
     ) is not None:
         done.append(strike)
     assert len(done) == world - max(1, world // 2)
     assert (
-        fault_schedule.choose_fault(1, [fault_schedule.Fault.SLOW], seen, done, 1.0)[0] is not None
+        chaos_policy.choose_fault(1, [chaos_policy.Fault.SLOW], seen, done, 1.0)[0] is not None
         or world == 1
         or len(done) == world
     )
@@ -84,23 +84,23 @@ def test_deadly_faults_spare_half_of_ranks_with_state_and_at_least_one(world: in
 
 def test_resumed_node_can_be_hit_again() -> None:
     done = [
-        fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.STOP, "worker:0", 100, 1, 2.0),
-        fault_schedule.PlannedFault(2, 0.0, fault_schedule.Fault.STOP, "worker:1", 101, 1, 2.0),
+        chaos_policy.PlannedFault(1, 0.0, chaos_policy.Fault.STOP, "worker:0", 100, 1, 2.0),
+        chaos_policy.PlannedFault(2, 0.0, chaos_policy.Fault.STOP, "worker:1", 101, 1, 2.0),
     ]
-    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], FOUR, done, 2.5)[0] is None
-    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], FOUR, done, 3.5)[0] is not None
+    assert chaos_policy.choose_fault(1, [chaos_policy.Fault.KILL], FOUR, done, 2.5)[0] is None
+    assert chaos_policy.choose_fault(1, [chaos_policy.Fault.KILL], FOUR, done, 3.5)[0] is not None
 
 
 def test_scheduler_and_template_faults_keep_minimum_interval() -> None:
-    done = [fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.SCHEDULER, "scheduler:sched", 99)]
-    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.SCHEDULER], FOUR, done, 60.0) == (
+    done = [chaos_policy.PlannedFault(1, 0.0, chaos_policy.Fault.SCHEDULER, "scheduler:sched", 99)]
+    assert chaos_policy.choose_fault(1, [chaos_policy.Fault.SCHEDULER], FOUR, done, 60.0) == (
         None,
         "no fault can be injected now without losing the last ranks that hold the training state",
     )
-    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.SCHEDULER], FOUR, done, 62.0)[0] is not None
+    assert chaos_policy.choose_fault(1, [chaos_policy.Fault.SCHEDULER], FOUR, done, 62.0)[0] is not None
     assert (
-        fault_schedule.choose_fault(
-            1, [fault_schedule.Fault.TEMPLATE], FOUR, [fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.TEMPLATE)], 30.0
+        chaos_policy.choose_fault(
+            1, [chaos_policy.Fault.TEMPLATE], FOUR, [chaos_policy.PlannedFault(1, 0.0, chaos_policy.Fault.TEMPLATE)], 30.0
         )[0]
         is None
     )
@@ -108,9 +108,9 @@ def test_scheduler_and_template_faults_keep_minimum_interval() -> None:
 
 def test_servers_are_hit_one_at_a_time_while_ready() -> None:
     servers = [NodeView(Role.SERVER, str(n), n, "h", "127.0.0.1", "alive", True, pid=10 + n) for n in range(2)]
-    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], view(*servers), [], 0.0)[0] is not None
-    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], view(*servers, phase=Phase.HEALING), [], 0.0)[0] is None
-    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], view(servers[0]), [], 0.0)[0] is None
+    assert chaos_policy.choose_fault(1, [chaos_policy.Fault.KILL], view(*servers), [], 0.0)[0] is not None
+    assert chaos_policy.choose_fault(1, [chaos_policy.Fault.KILL], view(*servers, phase=Phase.HEALING), [], 0.0)[0] is None
+    assert chaos_policy.choose_fault(1, [chaos_policy.Fault.KILL], view(servers[0]), [], 0.0)[0] is None
 
 
 def test_recovery_is_attributed_to_causing_fault() -> None:
@@ -118,23 +118,23 @@ def test_recovery_is_attributed_to_causing_fault() -> None:
         return Incident(number, 0.0, node, 0, "", "recover-in-place", "", outcome, total_ms=total)
 
     done = [
-        fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.KILL, "worker:1", 101, 1),
-        fault_schedule.PlannedFault(2, 1.0, fault_schedule.Fault.SLOW, "worker:2", 102, 1),
-        fault_schedule.PlannedFault(3, 2.0, fault_schedule.Fault.KILL, "worker:3", 103, 1),
-        fault_schedule.PlannedFault(4, 3.0, fault_schedule.Fault.SCHEDULER, "scheduler:sched", 99),
+        chaos_policy.PlannedFault(1, 0.0, chaos_policy.Fault.KILL, "worker:1", 101, 1),
+        chaos_policy.PlannedFault(2, 1.0, chaos_policy.Fault.SLOW, "worker:2", 102, 1),
+        chaos_policy.PlannedFault(3, 2.0, chaos_policy.Fault.KILL, "worker:3", 103, 1),
+        chaos_policy.PlannedFault(4, 3.0, chaos_policy.Fault.SCHEDULER, "scheduler:sched", 99),
     ]
     seen = [
-        fault_schedule.ObservedRecovery(incident(1, "worker:1", 100.0), 0.1),
-        fault_schedule.ObservedRecovery(incident(2, "worker:3", 300.0, Outcome.OPEN), 3.1),
+        chaos_policy.ObservedRecovery(incident(1, "worker:1", 100.0), 0.1),
+        chaos_policy.ObservedRecovery(incident(2, "worker:3", 300.0, Outcome.OPEN), 3.1),
     ]
-    rows = {row.fault: row for row in fault_schedule.summarize_faults(done, seen, {4: 900.0})}
-    assert (rows[fault_schedule.Fault.KILL].times, rows[fault_schedule.Fault.KILL].unnoticed) == (2, 0)
-    assert rows[fault_schedule.Fault.KILL].rungs == {"recover-in-place": 1, "recover-in-place (open)": 1}
-    assert (rows[fault_schedule.Fault.KILL].median_ms, rows[fault_schedule.Fault.KILL].worst_ms) == (200.0, 300.0)
-    assert (rows[fault_schedule.Fault.SLOW].rungs, rows[fault_schedule.Fault.SLOW].unnoticed) == ({}, 1)
+    rows = {row.fault: row for row in chaos_policy.summarize_faults(done, seen, {4: 900.0})}
+    assert (rows[chaos_policy.Fault.KILL].times, rows[chaos_policy.Fault.KILL].unnoticed) == (2, 0)
+    assert rows[chaos_policy.Fault.KILL].rungs == {"recover-in-place": 1, "recover-in-place (open)": 1}
+    assert (rows[chaos_policy.Fault.KILL].median_ms, rows[chaos_policy.Fault.KILL].worst_ms) == (200.0, 300.0)
+    assert (rows[chaos_policy.Fault.SLOW].rungs, rows[chaos_policy.Fault.SLOW].unnoticed) == ({}, 1)
     assert (
-        rows[fault_schedule.Fault.SCHEDULER].rungs == {"started again": 1}
-        and rows[fault_schedule.Fault.SCHEDULER].worst_ms == 900.0
+        rows[chaos_policy.Fault.SCHEDULER].rungs == {"started again": 1}
+        and rows[chaos_policy.Fault.SCHEDULER].worst_ms == 900.0
     )
 
 
