@@ -52,8 +52,11 @@ class ReadLease(msgspec.Struct, frozen=True):
 
 
 class WriteLease(msgspec.Struct, frozen=True):
-    """Action: replace the cell if it is unchanged since the last read or write, then call `on_lease_written`; call
-    `on_store_failed` instead if the store does not answer."""
+    """Action: write `record` as the lease, if the lease is unchanged since the last read or write.
+
+    Then call `on_lease_written` with whether it was written, or `on_store_failed` if the store does not answer. After the write
+    of `release_lease`, call neither.
+    """
 
     record: LeaseRecord
 

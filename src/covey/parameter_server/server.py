@@ -58,9 +58,10 @@ log = logging.getLogger("covey")
 class ParameterServer:
     """A parameter server. It accepts connections as soon as it is created.
 
-    `restarts` is the number of earlier processes of this server since the last full restart. `find_server` returns the endpoint
-    of another server. If `sharding` is None, the initial sharding is used. `on_in_sync` is called, on another thread, with the
-    version of a sharding when this server has the slots that the sharding assigns to it and its replica is complete.
+    `restarts` is the number of earlier processes of this server since all processes were last restarted. `find_server` returns
+    the endpoint of another server. If `sharding` is None, the initial sharding is used. `on_in_sync` is called, on another
+    thread, with the version of a sharding when this server has the slots that the sharding assigns to it and its replica is
+    complete.
     """
 
     def __init__(

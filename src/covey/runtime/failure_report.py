@@ -15,8 +15,8 @@ def group_ranks_by_state(others: list[str]) -> list[str]:
 
 
 def describe_failure(failure: Failure, *, traceback_is_above: bool = False) -> list[str]:
-    """Return the lines of the report: the node that failed first and the reason, its exception or else the end of its log, and
-    the state of the other ranks at that moment. A part that is not known is left out.
+    """Return the lines of the report: the failed node and the reason, its exception or else the end of its log, and the state
+    of the other ranks at that moment. A part that is not known is left out.
 
     `traceback_is_above`: the traceback of the exception is on the terminal already and is not repeated.
     """

@@ -264,11 +264,11 @@ class HealBarrier:
     # -- agreement ---------------------------------------------------------------------------------------------------
 
     def require_agreement(self) -> None:
-        """Make READY wait for all ranks to resume, unless no rendezvous value was ever set."""
+        """Make READY wait until all ranks have resumed, if `has_group_met`. Otherwise no rank sends `RankResumed`."""
         self.is_pending = True
 
     def require_all_to_resume(self) -> None:
-        """Make READY wait for all ranks to resume, even if no rendezvous value was ever set."""
+        """Make READY wait until all ranks have resumed."""
         self.is_pending = self.has_group_met = True
 
     def finish_agreement(self) -> None:

@@ -69,7 +69,8 @@ def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> Reconcil
 
 
 def _plan_invalid_job(status: JobStatus, out: PlanBuilder, message: str) -> ReconcilePlan:
-    """Fail a job that has not started or is suspended; leave a started or finished job as it is."""
+    """Fail a job that has not started or is suspended. Leave a finished job as it is; a started one too, but record an event
+    once per message."""
     if status.final_condition or (status.world and not status.report_text("refused", message)):
         return out.build(None, message)
     out.record_event("InvalidSpec", message, warn=True)
@@ -109,7 +110,7 @@ def adopt_orphans(context: ReconcileContext, status: JobStatus, out: PlanBuilder
 
 
 def suspend_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Delete all pods if runPolicy.suspend is set, set the condition Suspended and return the verdict; otherwise return ""."""
+    """If runPolicy.suspend is set, delete all pods, set the condition Suspended and return the verdict; otherwise return ""."""
     if not context.job.suspend:
         return ""
     for pod in context.pods.values():

@@ -202,9 +202,9 @@ def trains_without_replaced(context: ReconcileContext, status: JobStatus, out: P
 
 
 def unhealthy_nodes(context: ReconcileContext) -> list[str]:
-    """Return the sorted names of unhealthy nodes, which new pods should avoid.
+    """Return the sorted names of nodes with a problem such as DiskPressure, which new pods should avoid.
 
-    Return [] without a subHealthyStrategy, or if the operator may not list nodes.
+    Return [] if the job has no subHealthyStrategy in use, or if the operator may not list nodes.
     """
     if not context.job.recovery.subhealthy_strategy:
         return []

@@ -74,7 +74,8 @@ class JobStatus:
         return parse_timestamp(next((c["lastTransitionTime"] for c in conditions if c["type"] == RUNNING), None))
 
     def set_condition(self, kind: str, reason: str, message: str) -> bool:
-        """Set a condition to true, and conditions that exclude it to false. Return whether it was not true before.
+        """Set a condition to true, and Running, Restarting and Suspended to false if it excludes them. Return whether it is
+        new.
 
         A condition that becomes true is moved to the end of the list, and `state` is set to it. A final condition also sets
         completionTime, if it is not set, and drops the replacements.
@@ -129,7 +130,8 @@ class JobStatus:
 
     @property
     def formed_world(self) -> dict[str, int]:
-        """Number of pods of each role when the cluster formed, before any resize without a restart."""
+        """Number of pods of each role that the variables of new pods contain: the number at the last start or restart of all
+        pods. With enableDynamicWorker it is the present number."""
         return dict(self._content.get("formed") or self.world)
 
     def start(self, world: dict[str, int]) -> None:

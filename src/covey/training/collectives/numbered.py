@@ -329,7 +329,7 @@ class NumberedCollectives:
     def _wait_for_works(self, works: list[Work]) -> bool:
         """Return True when all works have succeeded, False if a new generation starts first.
 
-        Report a failed work to the scheduler, and keep waiting: a new generation follows.
+        Report a failed work to the scheduler and keep waiting: a new generation follows, or the run ends.
         """
         waiting = {id(work) for work in works}
         while waiting:

@@ -82,7 +82,7 @@ class DataCursor:
         self.schedule = self._with_step_count(self.schedule.with_state(state))
 
     def move_to_step(self, step: int) -> None:
-        """Set the current step. `begin_step` computes its share."""
+        """Set the current step. `begin_step` computes this rank's share of it."""
         self.step = step
 
     def share_among_members(self, world: int) -> None:
