@@ -807,7 +807,6 @@ class Recovery:
             self._incidents.mark_stage(Stage.REFORMED, step.now)
             self._lifecycle.set_phase(Phase.READY, reason)
             if not self._barrier.has_group_met:  # no rank will send RankResumed
-                self._resize.finish_growth()
                 self._incidents.close_if_resumed(step)
         elif phase is Phase.RETURNING:
             self._set_shrink_deadline(step)

@@ -298,6 +298,10 @@ class Resize:
         whether that happened."""
         if step.now <= self._join_deadline or not can_roll_back(step.cluster):
             return False
+        joining = [m for m in self._members.members_in_role(Role.WORKER) if m.node_id in self.joining_ids]
+        if not self._barrier.has_group_met and all(m.is_present and m.connection for m in joining):
+            self.finish_growth()  # without a group no rank sends RankResumed
+            return False
         self.roll_back(step, f"not all joined within {JOIN_TIMEOUT_S:g} s")
         return True
 

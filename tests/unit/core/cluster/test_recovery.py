@@ -11,7 +11,6 @@ from tests.unit.core.cluster.editable_cluster import HERE, THERE, EditableCluste
 from covey.core import types
 from covey.core.cluster import recovery
 from covey.core.cluster.recovery import RecoveryAction
-from covey.core.cluster.resize import JOIN_TIMEOUT_S
 from covey.core.cluster.shutdown import ShutdownState
 from covey.core.effects import Close, Persist, SchedulerEffect, Send
 from covey.core.incidents import Outcome, Stage
@@ -307,15 +306,6 @@ def test_no_worker_of_a_scale_in_leaves_during_a_dump() -> None:
     cluster.barrier.require_agreement()
     resume(cluster, 10, 11, 12, 13)
     assert "3" in {member.node_id for member in cluster.members_in_role(types.Role.WORKER)} and cluster.generation == 1
-
-
-def test_scale_out_of_workers_without_a_group_is_complete_when_ready() -> None:
-    """Without a group no rank sends `RankResumed`, and the scale-out would be rolled back at its deadline."""
-    cluster = training_cluster(connected=True)
-    cluster.set(joining_ids=("3",), phase=types.Phase.HEALING)
-    cluster.recovery.update_readiness(cluster.step(2.0), "all members are reachable")
-    assert cluster.phase is types.Phase.READY and cluster.joining_ids == ()
-    assert not cluster.resize.roll_back_if_overdue(cluster.step(2.0 + JOIN_TIMEOUT_S + 1.0))
 
 
 def test_a_lost_state_is_a_full_restart_and_closes_the_incidents() -> None:

@@ -231,6 +231,22 @@ def test_joining_workers_have_limited_time_extended_by_suspension() -> None:
     assert cluster.resize.roll_back_if_overdue(cluster.step(6.1 + JOIN_TIMEOUT_S)) and cluster.size(types.Role.WORKER) == 4
 
 
+@pytest.mark.parametrize(
+    ("has_group", "connected", "rolls_back"), [(False, True, False), (False, False, True), (True, True, True)]
+)
+def test_scale_out_without_a_group_is_complete_if_all_have_joined(has_group: bool, connected: bool, rolls_back: bool) -> None:
+    """Without a group no rank sends `RankResumed`, so the registration of the joining workers has to suffice."""
+    cluster = training_cluster(connected=True)
+    cluster.set(joining_ids=("3",))
+    cluster.resize.resume(cluster.step(0.0))
+    cluster.set(joining_ids=("3",))
+    cluster.barrier.resume(is_pending=has_group)
+    if not connected:
+        cluster.table.detach(13)
+    assert cluster.resize.roll_back_if_overdue(cluster.step(JOIN_TIMEOUT_S + 1.0)) is rolls_back
+    assert cluster.joining_ids == () and cluster.size(types.Role.WORKER) == (3 if rolls_back else 4)
+
+
 def test_departing_workers_are_notified_and_highest_ranks_fill_gaps() -> None:
     cluster = requested(ScaleRequest(node_ids=["0", "1"]))
     effects = cluster.take_effects()
