@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.processes.fakes import FakeScheduler, fake_scheduler
 from tests.processes.harness import free_port, until
 
@@ -41,7 +40,6 @@ def lead(
     then: Callable[[Agent], None] = lambda agent: None,
     hangs_up: bool = False,
     command: Sequence[str] = ("true",),
-    standby_addresses: tuple[tuple[str, int], ...] = (),
 ) -> tuple[RunOutcome, FakeScheduler]:
     """Run an agent; return its outcome and the fake scheduler. `then` is called after the agent received its children."""
     port = free_port()
@@ -61,7 +59,7 @@ def lead(
         agent = Agent(
             job,
             settings,
-            SchedulerAddress("127.0.0.1", port, standby_addresses=standby_addresses),
+            SchedulerAddress("127.0.0.1", port),
             {"PATH": os.environ["PATH"]},
         )
 
@@ -84,20 +82,6 @@ def test_agent_resends_draining_after_reconnect(tmp_path: Path) -> None:
     again = [message for link, message in scheduler.messages if link == 2]
     assert [type(message) for message in again if isinstance(message, Draining | Leave)] == [Draining, Leave]
     assert outcome == RunOutcome(143, "the agent was asked to leave (SIGTERM)")
-
-
-@pytest.mark.parametrize(("standbys", "leaves"), [((), True), ((("127.0.0.2", 1),), False)])
-def test_draining_host_takes_the_scheduler_along_unless_another_host_has_one(
-    tmp_path: Path, standbys: tuple[tuple[str, int], ...], leaves: bool
-) -> None:
-    """If `scheduler_leaves`, the ranks dump and the run ends; a scheduler of another host continues it."""
-
-    def drain(agent: Agent) -> None:
-        agent.hosts_scheduler = True
-        agent.drain_host(signal.SIGTERM)
-
-    _, scheduler = lead(tmp_path, then=drain, standby_addresses=standbys)
-    assert [m.scheduler_leaves for _, m in scheduler.messages if isinstance(m, Draining)] == [leaves]
 
 
 def test_worker_starting_during_second_ctrl_c_is_killed(tmp_path: Path) -> None:

@@ -203,8 +203,7 @@ class Agent:
         kill those that still run after the grace period, then leave with code 128 + `number`."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
-        is_only_scheduler = self.hosts_scheduler and not self._scheduler_address.standby_addresses
-        self._draining_message = Draining(reason, scheduler_leaves=is_only_scheduler)
+        self._draining_message = Draining(reason, scheduler_leaves=self.hosts_scheduler)
         self._send_to_scheduler(self._draining_message)
         self._leave_task = asyncio.create_task(self._end_children_and_leave(number, reason))
 
