@@ -1,12 +1,12 @@
 """Durable and atomic file writes. All functions raise `OSError` if they fail.
 
-`write_atomically` writes a temporary file in the same directory, syncs it, renames it to its name and syncs the directory:
+`write_atomically` writes a temporary file in the directory of the file, syncs it, renames it to `path` and syncs the directory:
 
 * A reader, also after a crash or a power cut, finds the old content or the new content, never a part. A crash may leave the
   temporary file.
 * When `write_atomically` returns, the new content survives a power cut.
-* If it raises `OSError`, the file is unchanged. Exception: if the sync of the directory failed, the new content is in place but
-  may not survive a power cut.
+* If `write_atomically` raises `OSError`, the file is unchanged. Exception: if the sync of the directory failed, the new content
+  is in place but may not survive a power cut.
 
 With `durable=False` nothing is synced, so the file may be damaged after a power cut.
 

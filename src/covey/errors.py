@@ -42,7 +42,7 @@ EXIT_CODE_HELP: dict[ExitCode, str] = {
 
 
 class CoveyError(Exception):
-    """Base class of covey's errors: a message for the user, and the exit code of a process that the error ends."""
+    """Base class of covey's errors for users: a message for the user, and the exit code of a process that the error ends."""
 
     exit_code: int = ExitCode.BAD_SETTING
 

@@ -50,9 +50,9 @@ _state = _ScriptState()
 def init() -> None:
     """Join the cluster that the MS_* variables describe and block until it has formed; without a cluster the world size is 1.
 
-    In a worker, RANK_ID, RANK_SIZE and DEVICE_ID are then set in the environment; a spare has no rank yet. In other roles this
-    does not return: it runs a scheduler (MS_SCHED) or a parameter server (MS_PSERVER), or waits for the end of the cluster
-    (MS_SERVER). Further calls do nothing.
+    In a worker of a cluster, RANK_ID, RANK_SIZE and DEVICE_ID are then set in the environment; a spare has no rank yet. In
+    other roles this does not return: it runs a scheduler (MS_SCHED) or a parameter server (MS_PSERVER), or waits for the end of
+    the cluster (MS_SERVER). Further calls do nothing.
 
     If a setting is invalid or the cluster cannot be joined, print a message to stderr and exit with the code of the error.
     """
@@ -136,7 +136,7 @@ def get_local_rank_size() -> int:
 
 
 def restart_count() -> int:
-    """Return the number of processes that this worker had before this one. A spare blocks until it has a rank."""
+    """Return the number of processes that this worker had before this process. A spare blocks until it has a rank."""
     node = _require_initialized().node
     return node.assignment.restarts if node is not None else 0
 

@@ -90,8 +90,8 @@ def make_int_parser(low: int, high: int) -> Callable[[str], int]:
 
 
 def make_seconds_parser(fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a parser of seconds, such as 3 or 0.5. It raises ValueError for other texts, beyond +/- `SECONDS_MAX`, and if
-    `fits` returns False."""
+    """Return a parser of seconds, such as 3 or 0.5. It raises ValueError for other texts, for numbers beyond +/- `SECONDS_MAX`,
+    and for numbers for which `fits` returns False."""
 
     def read(text: str) -> float:
         if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)", text.strip()):
@@ -142,7 +142,7 @@ def parse_host(text: str) -> str:
 def parse_hosts(text: str) -> str:
     """Return one host without a port, or several hosts separated by commas, each with an optional port from 1024 to 65535.
 
-    In a list an IPv6 address needs brackets, which are kept. Raise ValueError if a host is malformed.
+    In a list an IPv6 address needs brackets, which are kept. Raise ValueError for another text.
     """
     if "," not in text:
         return parse_host(text)
@@ -162,8 +162,8 @@ def parse_lease_store(text: str) -> str:
 
 
 def parse_name(text: str) -> str:
-    """Return a name that can be part of a path: printable, without "/", at most `NODE_ID_MAX` characters. Raise ValueError for
-    another text."""
+    """Return a name that can be part of a path: printable, without "/", at most `NODE_ID_MAX` characters, not "." or "..".
+    Raise ValueError for another text."""
     if len(text) > NODE_ID_MAX or not text.isprintable() or "/" in text or text in (".", ".."):
         raise ValueError(text)
     return text
@@ -177,8 +177,8 @@ def parse_path(text: str) -> str:
 
 
 def parse_passphrase(text: str) -> str:
-    """Return a secret of at most `PASSPHRASE_MAX` printable characters. Raise a ValueError without the secret in its message
-    for another text."""
+    """Return a secret of at most `PASSPHRASE_MAX` printable characters. For another text, raise a ValueError whose message does
+    not contain the secret."""
     if not text.isprintable() or len(text) > PASSPHRASE_MAX:
         raise ValueError("not shown")
     return text
@@ -529,7 +529,7 @@ def _ip_version(text: str) -> int:
 
 
 def serving_variables(settings: Settings) -> dict[str, str]:
-    """Return, as variables, the settings of parameter servers that must be equal in workers, servers and scheduler."""
+    """Return, by variable, the values of COVEY_PS_* that must be equal in workers, parameter servers and scheduler."""
     return {"COVEY_PS_MODE": settings.ps_mode, "COVEY_PS_COPIES": str(settings.ps_copies), "COVEY_PS_NAN": settings.ps_nan}
 
 

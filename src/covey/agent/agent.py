@@ -129,8 +129,8 @@ class Agent:
         self.on_start: Callable[[DesiredChildren], None] = lambda start: None
 
     async def prepare(self) -> None:
-        """Open the relay and start the template, if children are forked, without waiting for its imports. Raises `CoveyError`
-        if the relay's socket cannot be opened or this process cannot become a subreaper."""
+        """Become a subreaper and open the relay. If children are forked, also start the template, without waiting for its
+        imports. Raises `CoveyError` if the relay's socket cannot be opened or this process cannot become a subreaper."""
         await self._children.open()
         await self._relay.open(self._temp_directory.name)
 

@@ -90,7 +90,7 @@ class Children:
         return self._alive[name].pid if name in self._alive else 0
 
     async def open(self) -> None:
-        """Become a subreaper, begin to search for orphans, and start the template, if one is used, without waiting for its
+        """Become a subreaper and begin to search for orphans. If a template is used, also start it, without waiting for its
         imports. Raises `CoveyError` if this process cannot become a subreaper."""
         self._preexisting_pids = set(linux.list_child_pids())
         linux.set_subreaper(True)
@@ -103,7 +103,7 @@ class Children:
         """Start a child that leads its session and is killed when this process dies; return its pid.
 
         Raises `UsageError` for an invalid spec or the name of a running child, `CoveyError` if the child cannot be started or
-        its log not be opened, and `OSError` if no file descriptor is left.
+        its log cannot be opened, and `OSError` if no file descriptor is left.
         """
         self._check_spec(spec)
         self._starting.add(spec.name)

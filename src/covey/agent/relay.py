@@ -70,7 +70,7 @@ class ChildConnection:
         self.number = 0
         self.reported_progress = Progress()
         self.last_sent_at = NEVER  # loop time at which its newest heartbeat or registration was sent
-        self.acknowledged_at = NEVER  # the same of the newest one that was acknowledged; NEVER: none was
+        self.acknowledged_at = NEVER  # loop time at which the newest acknowledged one was sent; NEVER: none
 
     def update_acknowledged(self, acknowledged_at: float) -> None:
         """Mark the child's newest heartbeat or registration as acknowledged, unless it was sent after `acknowledged_at`, the
@@ -148,8 +148,8 @@ class ChildRelay:
             child.connection.send(SchedulerUnreachable(reason))
 
     def forward_to_children(self, message: Any) -> bool:
-        """Forward a message of the scheduler if it is for children. Return False if the agent must handle the message; this
-        includes `LeaderHeartbeat`, which is also forwarded."""
+        """Forward the message in a `ToChildrenEnvelope`, and each `LeaderHeartbeat`, to children; on `DisconnectChild`, close
+        the child's connection. Return False if the agent must handle the message, as it must a `LeaderHeartbeat`."""
         if isinstance(message, ToChildrenEnvelope):
             for number in message.children:
                 if number in self._by_number:

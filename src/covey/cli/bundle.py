@@ -122,7 +122,7 @@ def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[
 
 
 def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | None, SchedulerAddress | None]:
-    """Return the cluster's registry entry, None if it is not registered here, and its scheduler's address.
+    """Return the cluster's registry entry (None if it is not registered here) and its scheduler's address.
 
     If no cluster is found, return (None, None), or raise UsageError if `needed`.
     """

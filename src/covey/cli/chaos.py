@@ -291,8 +291,8 @@ def _find_run_processes(view: ClusterView) -> list[psutil.Process]:
 def run_chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
     """Inject faults, print the summary and return the exit code.
 
-    The code is PEER_FAILED if the cluster is still HEALING or a recovery ended the cluster, else 0. After SIGTERM or SIGHUP it
-    is 128 + SIGTERM, without a summary. Raise UsageError for an invalid option, and the errors of `find_cluster` and
+    The code is PEER_FAILED if the cluster is still HEALING or a recovery has the outcome ENDED, else 0. After SIGTERM or SIGHUP
+    it is 128 + SIGTERM, without a summary. Raise UsageError for an invalid option, and the errors of `find_cluster` and
     `Chaos.run`.
     """
     interval_s, for_s, faults = parse_fault_interval_s(rate), parse_duration_s(length), parse_faults(wanted)

@@ -252,7 +252,7 @@ def submit_job(where: KubernetesTarget, options: SubmitOptions, *, dry_run: bool
 
 
 def list_jobs(where: KubernetesTarget, *, everywhere: bool, as_json: bool) -> None:
-    """Print the MSJobs of a namespace, or of all with `everywhere`: one line each below a header, or a JSON list."""
+    """Print the MSJobs of a namespace, or of all with `everywhere`: one line each below a header; with `as_json`, a list."""
 
     async def work() -> None:
         from covey.kubernetes.api_client import MSJOB
@@ -287,8 +287,9 @@ def list_jobs(where: KubernetesTarget, *, everywhere: bool, as_json: bool) -> No
 def print_job_logs(where: KubernetesTarget, name: str, rank: int | None, *, follow: bool, as_json: bool) -> None:
     """Print the log of the pod in which a rank runs; without a rank, of each worker pod in turn.
 
-    The processes of a pod share its log. If several pods are printed, each line has the pod's index as prefix. With `follow`,
-    print new lines until the container ends. Raise UsageError if the rank, the job or a pod does not exist.
+    The processes of a pod share its log. If several pods are printed, each line has the pod's index as prefix (with `as_json`,
+    as `rank`). With `follow`, print new lines until the container ends. Raise UsageError if the rank, the job or a pod does
+    not exist.
     """
 
     async def work() -> None:

@@ -24,7 +24,8 @@ NO_THREAD_MESSAGE = "can't start new thread"  # of Python's RuntimeError at a li
 def main() -> None:
     """Run the command in sys.argv. Print errors of covey, click and the system on stderr, without a traceback.
 
-    Exit with the error's code; with 130 after Ctrl-C, with 0 after a broken pipe. Other exceptions are raised.
+    Exit with the code of the command or of covey's error; with BAD_SETTING after an error of click, with PORT_IN_USE or DISK
+    after one of the system, with 130 after `KeyboardInterrupt`, with 0 after a broken pipe. Other exceptions are raised.
     """
     _open_closed_streams()
     argv = sys.argv[1:]

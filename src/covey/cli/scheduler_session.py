@@ -36,7 +36,7 @@ SCHEDULER_RETURN_TIMEOUT_S: Final = 10.0  # for a lost scheduler to return
 
 
 class SchedulerSession:
-    """One connection to a scheduler, as an async context manager. Of received messages that wait, the newest 1,000 are kept."""
+    """One connection to a scheduler, as an async context manager. Of the unread messages, the newest 1,000 are kept."""
 
     def __init__(self, scheduler: SchedulerAddress) -> None:
         self._scheduler_address = scheduler
@@ -46,7 +46,7 @@ class SchedulerSession:
     async def __aenter__(self) -> SchedulerSession:
         """Connect to the first address at which the handshake succeeds.
 
-        Raise PeerError if there is none; it is `SecretNotRequired` if a scheduler does not require this side's secret.
+        Raise PeerError if there is none; the error is `SecretNotRequired` if a scheduler does not require this side's secret.
         """
         scheduler, failures = self._scheduler_address, []
         refused: SecretNotRequired | None = None
@@ -146,7 +146,7 @@ class SchedulerSession:
                 return
 
     def _send(self, message: Message) -> None:
-        """Send a message. Raise UsageError if its encoding cannot be decoded, because a value is too long or not UTF-8."""
+        """Send a message. Raise UsageError if it cannot be encoded or decoded, as when a value is too long or not UTF-8."""
         assert self._connection is not None
         try:
             msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
@@ -190,9 +190,9 @@ async def follow_events(
 ) -> AsyncIterator[Event]:
     """Yield the newest events and then new ones; with `node`, only events that mention that node.
 
-    Return after the cluster's event "ended", which is received only if `node` is "" or the event mentions it. Retry a lost
-    connection for `reconnect_timeout_s`, then raise PeerError. If the first connection fails, raise PeerError unless
-    `reconnect_timeout_s` is infinite. Raise UsageError if the scheduler refuses.
+    Return after the cluster's event "ended", which is received only if `node` is "" or the event mentions that node. Retry a
+    lost connection for `reconnect_timeout_s`, then raise PeerError. If the first connection fails, raise PeerError at once, or
+    retry if `reconnect_timeout_s` is infinite. Raise UsageError if the scheduler refuses.
     """
     after, tried_until = 0.0, math.inf if reconnect_timeout_s == math.inf else 0.0
     clock = asyncio.get_running_loop().time

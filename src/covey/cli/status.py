@@ -38,9 +38,10 @@ PIPE_WIDTH = 1000  # columns of a table that is not printed to a terminal
 def find_cluster(master: str) -> SchedulerAddress:
     """Return address and credentials of the scheduler to which a command connects; no connection is made.
 
-    The address is `master` (HOST:PORT, or several with commas), else that of this user's only cluster on this host. If none
-    runs here, it is MS_SCHED_HOST and MS_SCHED_PORT. Raise UsageError if there is no address, if several clusters run here and
-    `master` is "", or if the address, secret or TLS files are not usable.
+    The address is `master`: HOST:PORT, or several with commas; if one of them is the address of a cluster of this user on this
+    host, only that one. If `master` is "", it is the address of this user's only cluster on this host, or, if none runs here,
+    MS_SCHED_HOST and MS_SCHED_PORT. Raise UsageError if there is no address, if several clusters run here and `master` is "",
+    or if the address, secret or TLS files are not usable.
     """
     running = running_clusters.running_clusters()
     settings = load_settings(os.environ).settings
@@ -65,7 +66,8 @@ def find_cluster(master: str) -> SchedulerAddress:
 def address_from_entry(entry: RegistryEntry) -> SchedulerAddress:
     """Return address and credentials of the scheduler of a registry entry.
 
-    A secret or TLS config file that the entry lacks comes from this process's settings. Raise UsageError if it is not usable.
+    A secret or TLS config file that the entry lacks comes from this process's settings. Raise UsageError if one of them
+    is not usable.
     """
     host, port = address.split_host_port(entry.address)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -184,7 +186,7 @@ async def _print_log_files(paths: dict[int, str], followed: SchedulerAddress | N
 
 
 def print_log_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
-    """Print a line of a rank's log, with the rank as prefix if `named`; with `as_json`, as an object with both."""
+    """Print a line of a rank's log, with the rank as prefix if `named`; with `as_json`, as an object with rank and line."""
     if as_json:
         click.echo(msgspec.json.encode({"rank": rank, "line": text}).decode())
     else:

@@ -62,7 +62,7 @@ async def _print_new_events(scheduler: SchedulerAddress, print_one: Callable[[Ev
 def print_node_events(master: str, node: str, as_json: bool) -> None:
     """Print the newest events that mention a node, such as pserver:0; a number N stands for worker:N.
 
-    If no event mentions the node, print its state, or nothing with `as_json`. Raise UsageError if there is no such node.
+    If no event mentions the node, print its state (nothing with `as_json`), or raise UsageError if the node does not exist.
     """
     name = f"worker:{node}" if node.isdigit() else node
     found = asyncio.run(ask_story(find_cluster(master), name))

@@ -59,7 +59,7 @@ class HostGone(msgspec.Struct, frozen=True):
 
 
 class MindSporeDetected(msgspec.Struct, frozen=True):
-    """A worker on the scheduler's host, or a child process of it, used MindSpore's own protocol on the scheduler's port."""
+    """A worker on the scheduler's host, or a process below it, used MindSpore's own protocol on the scheduler's port."""
 
     worker: str  # "worker:0"
 

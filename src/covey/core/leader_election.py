@@ -31,7 +31,7 @@ def step_down_after_s(duration_s: float) -> float:
 
 
 def can_take_lease(name: str, holder: str, *, unchanged_s: float, duration_s: float) -> bool:
-    """Return whether candidate `name` may take a lease: `holder` is "" or `name`, or it was unchanged for the duration."""
+    """Return whether candidate `name` may take a lease: its `holder` is "" or `name`, or it was unchanged for `duration_s`."""
     return holder in ("", name) or unchanged_s >= duration_s
 
 
@@ -48,7 +48,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class ReadLease(msgspec.Struct, frozen=True):
-    """Action: read the cell, then call `on_lease_read`, or `on_store_failed` if the store does not answer."""
+    """Action: read the lease, then call `on_lease_read`, or `on_store_failed` if the store does not answer."""
 
 
 class WriteLease(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class Candidate:
             self.due_at = now
 
     def on_lease_written(self, cell: LeaseRecord, done: bool) -> None:
-        """Become or remain the leader if the write succeeded (`done`); otherwise the next action reads the cell."""
+        """Become or remain the leader if the write succeeded (`done`); otherwise the next action reads the lease."""
         if not done:
             return self.on_store_failed()
         self.last_record, self.token, self._saw_holder = cell, cell.token, True

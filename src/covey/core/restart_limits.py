@@ -2,8 +2,9 @@
 
 The option limits two counts:
 
-* restarts of all workers together, as torchrun's option of that name. The default is `MAX_RESTARTS`.
-* replaced processes on one host, in scripts that call `covey.init()`. With N = 0, the default, it is `REPLACEMENTS_MAX`.
+* restarts of all workers together, as torchrun's option of that name. The default is `MAX_RESTARTS`. If the ranks cannot resume
+  or rows of parameter servers are lost, further restarts are possible.
+* replaced processes on one host, in scripts that call `covey.init()`. With N = 0, the default, the limit is `REPLACEMENTS_MAX`.
 
 The scheduler has the option's value. An agent started with `--or-join` sends its own value too, and the lower one applies; an
 agent's 0 is a limit of 0 for both counts. `NO_HOST_LIMIT` means that an agent has no value of its own.

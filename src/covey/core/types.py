@@ -98,8 +98,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
         return self.recovery and self.agents_return and self.checks_heartbeats
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that a node and the scheduler must have in common, by variable name; the job's name by its own
-        key."""
+        """Return the settings that a node and the scheduler must have in common, by variable name; the name of the job, if it
+        has one, by `JOB_FINGERPRINT_KEY`."""
         found = {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
         found |= {JOB_FINGERPRINT_KEY: self.job} if self.job else {}
         return found | self.serving if self.server_num else found

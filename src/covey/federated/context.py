@@ -279,9 +279,9 @@ def check_config_file(values: Mapping[str, ContextValue]) -> None:
 
 
 def from_text(key: str, text: str) -> ContextValue:
-    """Convert text from the command line to the value of a key; flags are 1, true, yes, 0, false or no, in any case.
+    """Convert text from the command line to the value of a key; flags are 1, true, yes, 0, false or no.
 
-    Raise `UsageError` if the key is unknown or the value invalid.
+    Flags may be in upper or lower case. Raise `UsageError` if the key is unknown or the value invalid.
     """
     wanted = type(_find_key(key).default)
     words: dict[str, ContextValue] = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}

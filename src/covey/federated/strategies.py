@@ -148,7 +148,7 @@ class Median(Strategy):
 
 
 class TrimmedMean(Strategy):
-    """Mean of each value without its n highest and n lowest, not weighted by samples.
+    """Mean of each value over all updates, leaving out the n highest and n lowest values; not weighted by samples.
 
     n is `share` times the number of updates, rounded down, so with few updates it may be 0. `share` is from 0 to below 0.5.
     """

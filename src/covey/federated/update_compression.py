@@ -27,7 +27,7 @@ QUANT_LEVELS: Final = 127
 
 
 class Compressor:
-    """Compressor of one device's updates. What one update did not send is added to the next (error feedback)."""
+    """Compressor of one device's updates. What a counted update did not send is added to the next one."""
 
     def __init__(self) -> None:
         self._residual: Floats | None = None  # the part of counted updates that was not sent

@@ -52,9 +52,9 @@ class KubernetesCasStore:
         return _read_value(key, obj), int(obj["metadata"]["resourceVersion"])
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        """Write a value if the object has this version (0: it does not exist). Return the new version.
+        """Write a value if the object has this version (0: the object does not exist). Return the new version.
 
-        Return None if the object has another version, or if the object or the namespace does not exist. A value of the key
+        Return None if nothing is written because the version differs or the namespace does not exist. A value of the key
         `lease` must be a `LeaseRecord` in JSON.
         """
         obj = self._make_object(key, value, version)

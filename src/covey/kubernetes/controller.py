@@ -166,10 +166,10 @@ class Controller:
                 self.queue.done(key)
 
     async def reconcile(self, key: ObjectKey) -> ReconcilePlan | None:
-        """Compute the plan of a job, write its status, carry out its actions and queue its next reconcile; return the plan.
+        """Compute the plan of a job, write its status, carry out its actions, and queue the next reconcile if one is due.
 
-        Return None, and stop polling the job's scheduler, if the job is not in the cache. Raise `ApiError` if a request to the
-        API server fails, unless its error shows that an action is done already.
+        Return the plan. If the job is not in the cache, only stop polling its scheduler, and return None. Raise `ApiError` if a
+        request to the API server fails, unless its error shows that an action is done already.
         """
         obj = self._caches.jobs.get(key)
         if obj is None:
@@ -242,9 +242,10 @@ class Controller:
     # -- actions -----------------------------------------------------------------------------------------------------
 
     async def _apply_plan(self, obj: KubeObject, job: KubeObject, plan: ReconcilePlan) -> None:
-        """Record the events of a plan; then carry out its actions: first those not on pods, then those on pods, last DeleteJob.
+        """Record the events of a plan; then carry out its other actions in three batches.
 
-        If an action fails, complete the actions of its batch and raise the first error.
+        The second batch creates, deletes and terminates pods, the third deletes the job; the first has all other actions. If an
+        action fails, complete its batch and raise the first error.
         """
         for action in plan.actions:
             if isinstance(action, RecordEvent):

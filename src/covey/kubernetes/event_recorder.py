@@ -63,7 +63,7 @@ class EventRecorder:
             log.warning("%s: event dropped, %d are waiting: %s", name, PENDING_EVENTS_MAX, action.message)
 
     async def run(self) -> None:
-        """Write events until cancelled. Each waits until no job is being reconciled, but at most WRITE_DELAY_MAX_S."""
+        """Write events until cancelled. Each waits until no job is queued or reconciled, but at most WRITE_DELAY_MAX_S."""
         while True:
             deadline, event = await self._pending.get()
             await self._queue.wait_until_idle(deadline)

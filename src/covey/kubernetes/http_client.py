@@ -169,9 +169,10 @@ class HttpClient:
     async def stream_lines(
         self, path: str, query: Mapping[str, str], headers: Mapping[str, str], silence_s: float | None
     ) -> AsyncIterator[HttpResponse | bytes]:
-        """Send a GET request; yield the response (with its body only if the status is an error), then each line of the body.
+        """Send a GET request; yield the response with an empty body, then each line of the body.
 
-        Raise TimeoutError if no data arrives for `silence_s` seconds; None: no limit.
+        If the status is an error, yield only the response, with its body. Raise TimeoutError if no data arrives for `silence_s`
+        seconds; None: no limit.
         """
         async with asyncio.timeout(self._timeout_s):
             connection = await self._acquire_connection()

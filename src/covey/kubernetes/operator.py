@@ -101,7 +101,7 @@ class Operator:
         self._secret_key = b""
 
     def list_jobs(self) -> list[KubeObject]:
-        """Return all cached jobs of all kinds; [] while another replica acts."""
+        """Return all cached jobs of all kinds; [] while this replica does not act."""
         return [obj for controller in self._controllers for obj in controller.jobs]
 
     # -- requests of users (`covey.management.jobs_api`) -------------------------------------------------------------
@@ -197,7 +197,7 @@ class Operator:
     def _make_controller(
         self, kind: ResourceKind, owned: OwnedObjects, nodes: Reflector | None, gang: str, group: asyncio.TaskGroup
     ) -> Controller:
-        """Create the caches and the controller of one kind of job; changes in the caches queue the job they belong to."""
+        """Create the controller of one kind of job and its own caches; a change of an object queues the jobs it concerns."""
         api, namespace = self.api, self.options.namespace
         controllers: list[Controller] = []
 

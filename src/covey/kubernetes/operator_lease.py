@@ -48,7 +48,7 @@ class OperatorLease:
         """Wait for the lease and run `act`; when the lease is lost, cancel `act` and start over.
 
         Return when `act` returns, and raise its exception if it fails. The lease is released when `act` ends or this task is
-        cancelled; if that fails, the lease expires.
+        cancelled; if the release fails, the lease expires.
         """
         while True:
             while not await self._acquire_or_renew():  # noqa: ASYNC110 - the event is on the other side of the network

@@ -38,7 +38,7 @@ class OperatorMetrics:
         self.leader = Gauge("covey_operator_leader", "1 if this replica acts, else 0.", registry=self.registry)
 
     def count_status_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Count the conditions, restarts and completed replacements by which a job's status changed."""
+        """Update the counters of jobs, restarts and recoveries for the change of a job's status from `before` to `after`."""
         old, new = ({c["type"] for c in s.get("conditions") or [] if c["status"] == "True"} for s in (before, after))
         for kind, counter in (
             ("Created", self.jobs_created),

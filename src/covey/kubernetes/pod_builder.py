@@ -102,7 +102,7 @@ def make_pod_group(job: Job, action: CreatePodGroup, owner: Mapping[str, Any]) -
 
 
 def make_pod(job: Job, action: CreatePod, owner: Mapping[str, Any], *, address: str, gang_scheduler: str = "") -> KubeObject:
-    """Return a pod. `address` is that of the service of the Scheduler or the first worker; "" if pods do not connect."""
+    """Return a pod. `address` is that of the service of the Scheduler or the first worker; "" if there is none."""
     role = job.find_role(action.role)
     assert role is not None
     template = copy.deepcopy(role.template)
@@ -139,7 +139,10 @@ def _container_ports(job: Job, role: ReplicaSpec) -> list[KubeObject]:
 
 
 def manage_port(job: Job, role: ReplicaSpec) -> int:
-    """Return the REST port of the scheduler in a role's first pod; 0 if MS_SCHED_MANAGE_PORT has no valid value."""
+    """Return the REST port of the scheduler in a role's first pod: MS_SCHED_MANAGE_PORT, 0 if its value is invalid.
+
+    If the template does not set this variable, return the default.
+    """
     main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
     value = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_PORT_VARIABLE)
     if value is None:
@@ -196,7 +199,7 @@ def _identity_variables(name: str) -> KubeObject:
 
 
 def _cluster_variables(job: Job, role: ReplicaSpec, action: CreatePod, name: str, address: str) -> KubeObject:
-    """Return address, size and rank variables; {} without an `address`, because then pods do not connect."""
+    """Return address, size and rank variables; {} if `address` is "": pods then do not connect to each other."""
     if not address:
         return {}
     world = action.world

@@ -1,8 +1,9 @@
 """REST client for the schedulers of running jobs: polls their status and forwards requests.
 
 Polling is optional. A scheduler that does not answer, because it is not covey's or is unreachable, is polled with exponential
-backoff, and its job is reconciled without its status. With many jobs the interval is longer, which limits the load to about
-`POLLS_PER_S_MAX` polls per second. Jobs with a resize or replacement in progress are polled more often.
+backoff; after `FAILURES_UNTIL_UNKNOWN` failed polls, its job is reconciled without its status. With many jobs the interval is
+longer, which limits the load to about `POLLS_PER_S_MAX` polls per second. Jobs with a resize or replacement in progress are
+polled more often.
 
 The operator's token for a job is an HMAC of the job's UID with the operator's key. The pods get it in the job's secret, which
 the operator creates and need not read.
@@ -89,11 +90,11 @@ class SchedulerClients:
         polled.is_urgent = is_urgent
 
     async def release_workers(self, key: ObjectKey, node_ids: tuple[str, ...]) -> None:
-        """Request that the scheduler removes these workers. Raise `PeerError` with its reason if it refuses."""
+        """Request that the scheduler removes these workers. Raise `PeerError` if it refuses or does not answer."""
         await self._post(key, "/scalein", {"node_ids": list(node_ids)})
 
     async def announce_workers(self, key: ObjectKey, additional: int) -> None:
-        """Send the scheduler the number of workers that will join; it starts none itself. Raise `PeerError` if it refuses."""
+        """Send the scheduler the number of workers that will join; it starts none itself. Raise `PeerError` if that fails."""
         await self._post(key, "/scaleout", {"worker_num": additional, "server_num": 0, "start": False})
 
     async def report_pod_gone(self, key: ObjectKey, uid: str, reason: str) -> None:
@@ -105,7 +106,7 @@ class SchedulerClients:
         return await _send_request(self._endpoint_of(key), method, target, body, CONSOLE_TIMEOUT_S)
 
     async def stream(self, key: ObjectKey) -> AsyncIterator[bytes]:
-        """Yield the lines that the job's scheduler streams to the console. Raise `PeerError` if it does not answer."""
+        """Yield the lines that the scheduler streams to the console. Raise `PeerError` if it refuses or does not answer."""
         endpoint = self._endpoint_of(key)
         http = _make_client(endpoint, CONSOLE_TIMEOUT_S)
         try:

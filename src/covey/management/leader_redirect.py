@@ -1,4 +1,4 @@
-"""The management port of a standby scheduler: redirects every request to the leader, or answers 503 if no scheduler leads."""
+"""The management port of a standby scheduler: redirects every request to the leader, or answers 503 if its URL is not known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covey.management.common_api import error_response, path_and_query
 
 def make_app(leader: Callable[[], str]) -> ASGIApp:
     """Return the application for `http_server.HttpServer`. `leader` returns the URL of the leader's port, or "" if no scheduler
-    leads."""
+    leads or the leader has no such port."""
 
     async def redirect(scope: Scope, receive: Receive, send: Send) -> None:
         url = leader()

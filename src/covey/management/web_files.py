@@ -31,6 +31,6 @@ SECURITY_HEADERS: Final = {
 
 
 def read_web_files() -> dict[str, tuple[bytes, str]]:
-    """Return content and media type of each file by URL path; that of index.html is "/"."""
+    """Return content and media type of each file by URL path; the path of index.html is "/"."""
     found = {URL_PREFIX + path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for path in sorted(WEB_DIRECTORY.iterdir())}
     return {"/": found.pop(f"{URL_PREFIX}index.html"), **found}

@@ -25,7 +25,8 @@ class ParameterInfo(Protocol):
 
 
 class RowBlock(msgspec.Struct, frozen=True):
-    """Rows of one parameter and their values; `rows` is None for all rows of the server. In a pull, `values` is empty."""
+    """Rows of one parameter and their values; `rows` is None for all rows of the server or shard. In a pull, `values` is
+    empty."""
 
     name: str
     rows: Array | None

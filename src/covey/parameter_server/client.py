@@ -224,7 +224,7 @@ class ParameterClient:
         return values
 
     def pull_rows_cached(self, step: int, name: str, rows: Array, cache: RowCache) -> Callable[[], Array]:
-        """Pull rows like `pull_rows`, but do not transfer rows that are unchanged since they were cached.
+        """Pull rows like `pull_rows`, but transfer only rows that are not cached or may have changed since they were cached.
 
         Start the requests and return a function that waits for the replies, updates the cache and returns the values. Call that
         function before the next call with the same cache.
@@ -292,8 +292,8 @@ class ParameterClient:
         self._send_to_all(lambda version: SaveRows(step, folder, keep, sharding_version=version)).wait()
 
     def try_save(self, step: int, folder: str, timeout_s: float) -> bool:
-        """Save like `save`, with the default `keep`. Return False if a server fails or needs more than `timeout_s` seconds; it
-        may still save its rows later."""
+        """Save like `save`, with the default `keep`. Return False if a server fails or has not replied after `timeout_s`
+        seconds. A server that has not replied may still save its rows later."""
         batch = self._send_to_all(lambda version: SaveRows(step, folder, sharding_version=version))
         return batch.finished.wait(timeout_s) and batch.error is None
 

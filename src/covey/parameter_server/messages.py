@@ -337,7 +337,7 @@ def _receive_encoded(connection: socket.socket) -> tuple[bytes, int]:
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill memory from a connection. Raise `EOFError` if it closes before, `OSError` if it fails."""
+    """Fill `view` from a connection. Raise `EOFError` if the connection closes before `view` is full, `OSError` if it fails."""
     while view.nbytes:
         count = connection.recv_into(view, 0, socket.MSG_WAITALL)
         if not count:

@@ -40,7 +40,8 @@ class Rebalancer:
         threading.Thread(target=self._run, name="covey moves", daemon=True).start()
 
     def set_sharding(self, sharding: Sharding) -> None:
-        """Follow this sharding, unless a newer one is known. If it is followed already, `on_in_sync` is called again."""
+        """Follow this sharding, unless a newer one is known. If `on_in_sync` was already called for this sharding, call it
+        again."""
         with self._rows.condition:
             if sharding.version >= self._newest_sharding.version:
                 self._newest_sharding, self._has_new_sharding = sharding, True

@@ -99,7 +99,7 @@ class ReplicationThread:
     """The thread that keeps the replica on one holder up to date."""
 
     def __init__(self, rows: Rows, find_server: FindServer, holder: int) -> None:
-        self.replicated_count = -1  # changes that the holder has; -1: none, until it has all rows
+        self.replicated_count = -1  # changes that the holder has; -1: not known yet
         self.holder = holder
         self._rows, self._find_server = rows, find_server
         self._previous_holder: int | None = None  # its replica is dropped once this holder has one

@@ -41,7 +41,7 @@ class Replicas:
 
     def pack_for_restore(self, server: int, initial: ShardSet | None) -> tuple[FullReplica, list[Array]] | None:
         """Return the replica of a server's rows as message and arrays, with a new replication id. If there is no replica,
-        return `initial` in the same form; None if that is None."""
+        return `initial` in the same form, or None if `initial` is None."""
         with self._condition:
             replica = self._replicas.get(server)
             if replica is None and initial is not None:

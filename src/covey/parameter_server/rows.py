@@ -39,7 +39,7 @@ class SlotsMovedError(Exception):
 class VersionedRows:
     """A server's rows and their version: rows with the same replication id and change count have had the same changes.
 
-    In sync mode, a complete step may be applied on the server and still pending on the replica, or vice versa. Not thread-safe.
+    In sync mode, a complete step may be applied on the server and still pending on the replica. Not thread-safe.
     """
 
     def __init__(self, shard_set: ShardSet) -> None:
@@ -80,7 +80,7 @@ class VersionedRows:
         self.reset_replication_id()
 
     def reset_replication_id(self) -> None:
-        """Choose a new replication id, which invalidates replicas and cached versions of the old one."""
+        """Choose a new replication id. Other replicas, and workers' caches, with the old id become invalid."""
         self.replication_id = secrets.token_hex(8)
 
     def pack(self) -> tuple[FullReplica, list[Array]]:
@@ -152,8 +152,8 @@ class Rows:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
-        """Apply a change as `VersionedRows.apply` does, and notify waiting threads. The caller holds the lock and sends the
-        change to the replica."""
+        """Apply a change and return as `VersionedRows.apply` does; if True, notify waiting threads. The caller holds the lock
+        and, if True is returned, sends the change to the replica."""
         if not self.own.apply(change, body, owned=owned):
             return False
         if isinstance(change, HandOverSlots):
@@ -168,7 +168,8 @@ class Rows:
         self._update_state()
 
     def restore(self, replica: FullReplica, body: Array) -> None:
-        """Restore the rows from their replica and leave the state RESTORING. The caller holds the lock."""
+        """Restore the rows from their replica, and change the state from RESTORING to SERVING or MOVING. The caller holds the
+        lock."""
         self.own.restore(replica, body)
         self._update_state()
 

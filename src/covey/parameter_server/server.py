@@ -112,7 +112,8 @@ class ParameterServer:
         self._rebalancer.start()
 
     def set_sharding(self, sharding: Sharding) -> None:
-        """Follow this sharding, unless a newer one is known. If it is followed already, `on_in_sync` is called again."""
+        """Follow this sharding, unless a newer one is known. If `on_in_sync` was already called for this sharding, call it
+        again."""
         self._rebalancer.set_sharding(sharding)
 
     def _other_servers(self) -> list[int]:
@@ -182,8 +183,8 @@ class ParameterServer:
         raise UsageError(f"{type(request).__name__} is not a request to a server")
 
     def _on_restore_rows(self, server: int) -> tuple[ServerReply, list[Array]]:
-        """Return the replica of a restarted server's rows; the initial state, without parameters, if this server is the replica
-        holder and has not received a replica yet; else `RequestFailed`."""
+        """Return the replica of a restarted server's rows. If there is none, return `RequestFailed`; but if this server is the
+        replica holder, was not restarted and has the initial sharding, return the initial state, without parameters."""
         sharding = self._rows.sharding
         may_have_begun = not self._is_first_instance or sharding.version > 0 or server not in sharding.ring
         initial = None

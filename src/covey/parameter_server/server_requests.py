@@ -64,7 +64,7 @@ BuildRequests = Callable[[Sharding], list[PendingRequest]]
 
 
 class RequestBatch:
-    """Requests to one or more servers, finished when all have replied.
+    """Requests to any number of servers, finished when all have replied.
 
     If no request has failed but a server replies that the sharding is outdated, all requests are built and sent again.
     `on_finished` is called on an arbitrary thread. With `blocking`, the constructor waits until the batch is finished and

@@ -196,7 +196,7 @@ class Shard:
 
     def _update_table(self, gradients: list[RowGradient], scale: float) -> None:
         """Update one parameter with the sum of `gradients` times `scale`, at the first gradient's learning rate. `gradients` is
-        one gradient for all rows, or any number of gradients for some rows."""
+        one gradient for all rows, or one or more gradients for some rows."""
         first = gradients[0]
         table, lr = self.tables[first.name], first.lr
         if first.rows is None:
@@ -212,7 +212,7 @@ class Shard:
     # -- copies and transfers ----------------------------------------------------------------------------------------
 
     def copy_slots(self, slots: Iterable[int]) -> Shard:
-        """Return a copy of some slots as a new shard, with the same step and the gradients of that step so far."""
+        """Return a copy of some slots as a new shard, with the same step and the gradients that have arrived for the step."""
         copied = frozenset(slots)
         owners = partial_owners(self.server, copied)
         tables = {name: table.copy_owned_rows(owners) for name, table in self.tables.items()}

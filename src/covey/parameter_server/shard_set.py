@@ -1,4 +1,4 @@
-"""All rows of a server: one shard, temporarily several, or none if the server owns no slots.
+"""All rows of a server: one shard, temporarily several, or none if the server has no slots.
 
 Slots received from another server may have had other pushes than the slots here. Each shard therefore records its pushes, so
 that a push reaches each row once even if slots move in between. Shards in the same state (`Shard.can_merge`) are merged later.
@@ -50,8 +50,9 @@ class ShardSet:
     # -- requests of workers -----------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array) -> bool:
-        """Add a parameter to the shards that lack it; return whether there was one. `values` has the initial values of all rows
-        of this server if their kind in the spec is "given". Raise as `Shard.declare`."""
+        """Add a parameter to the shards that lack it; return whether a shard lacked it. `values` has the initial values of all
+        rows of this server if their kind in the spec is "given". Raise `UsageError` or `ValueError` if the declaration differs
+        from an earlier one, or given values are missing or have the wrong size."""
         new = [shard for shard in self.shards if spec.name not in shard.tables]
         for shard in self.shards:
             shard_values = values
@@ -69,8 +70,8 @@ class ShardSet:
             shard.check_spec(spec)
 
     def push(self, push: PushGradients, body: Array, *, owned: bool) -> bool:
-        """Add a push to the shards that lack it; return False if no shard lacks it. If a shard lacks it and it is invalid,
-        raise `UsageError` and change nothing."""
+        """Add a push to the shards that lack it; return False if no shard lacks it. If a shard lacks the push and the push
+        is invalid, raise `UsageError` and change nothing."""
         new = [push.rank >= self.serving.workers or not shard.has_pushed(push.step, push.rank) for shard in self.shards]
         if not any(new):
             return False
@@ -219,7 +220,7 @@ class ShardSet:
         return RowBlock(block.name, block.rows[is_own], values, block.lr)
 
     def _row_indexes(self, shard: Shard, info: ParameterInfo) -> Array:
-        """Return the indexes of a shard's rows among all rows of the server."""
+        """Return the indexes of one shard's rows of a parameter among the rows of that parameter in all shards."""
         placement = _make_placement(info.spec, shard.owners)
         return info.placement.local_indexes(placement.row_numbers(self.server, 0, placement.count_rows(self.server)))
 

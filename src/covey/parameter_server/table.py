@@ -87,8 +87,8 @@ class Table:
         return self.weights if rows is None else np.take(self.weights, self.placement.local_indexes(rows), axis=0)
 
     def changed_since(self, rows: Array, since: Array) -> Array:
-        """Return for each row whether it may have changed after its update count in `since`. Versions are recorded from the
-        first call on; an earlier update counts as a change of all rows."""
+        """Return for each row whether it may have changed after its update count in `since`. The last change of each row is
+        recorded from the first call on; an earlier update counts as a change of all rows."""
         if self._row_versions is None:
             self._row_versions = np.full(len(self.weights), self.update_count, np.int64)
         found: Array = self._row_versions[self.placement.local_indexes(rows)] > since

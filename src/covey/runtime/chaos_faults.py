@@ -34,13 +34,13 @@ SUPERVISOR_COMMANDS: Final = ("run", "federated")
 
 
 class ProcessGone(Exception):
-    """The process has exited, or is not a child of one of the supervisors. Raised by the functions with a parameter
-    `supervisors`."""
+    """The process has exited, or is not a child of one of the supervisors. Raised by `find_supervisor` and by the
+    functions with a parameter `supervisors`."""
 
 
 def find_supervisor(pid: int) -> psutil.Process:
-    """Return the parent of process `pid`, a `covey run` or `covey federated` command of this user. Raise `ProcessGone` if the
-    process has another parent or has exited."""
+    """Return the parent of process `pid`, which must be a `covey run` or `covey federated` command of this user. Raise
+    `ProcessGone` if the process has another parent or has exited."""
     try:
         parent = psutil.Process(pid).parent()
         if parent is not None and parent.uids().real == os.getuid() and _is_supervisor_command(parent.cmdline()):

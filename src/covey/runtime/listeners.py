@@ -44,8 +44,8 @@ def bind_scheduler_ports(settings: Settings, *, manage_given: bool, what: str = 
 def bind_cluster_port(settings: Settings, what: str = "MS_SCHED_HOST") -> tuple[list[socket.socket], str]:
     """Listen at the first configured address that is local and free; return the sockets and the host.
 
-    If the last address is a name of another host, such as a Kubernetes service, listen at its port on all IPv4 addresses of
-    this host and return "0.0.0.0". Raise `UsageError` if no address is local and free, or if one cannot be resolved.
+    If there is none and the last address is a name of another host, such as a Kubernetes service, listen at its port on all
+    IPv4 addresses of this host and return "0.0.0.0". Otherwise raise `UsageError`, also if an address cannot be resolved.
     """
     addresses = address.split_list(settings.sched_host, settings.sched_port)
     for number, (host, port) in enumerate(addresses, start=1):

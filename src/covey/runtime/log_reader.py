@@ -32,7 +32,7 @@ class LogRequests:
         """Send a request to the agent on `connection`, with the next request number, and return its reply.
 
         Raise `PeerError` if `REQUESTS_MAX` requests are pending, if the reply reports a failure, or if none arrives within
-        `REPLY_TIMEOUT_S`. `host` names the agent in that message.
+        `REPLY_TIMEOUT_S`; the message of the last error names the agent's `host`.
         """
         if len(self._pending_requests) >= REQUESTS_MAX:
             raise PeerError(f"{REQUESTS_MAX} log requests are pending: retry later", ExitCode.REFUSED)
@@ -62,8 +62,8 @@ class LogRequests:
 def read_log_chunk(path: str, request: ReadLog) -> LogChunk:
     """Return the requested chunk of a file, at most `LOG_CHUNK_BYTES_MAX` bytes; an error is in its field `failure`.
 
-    An incomplete last line is left for the next request, except that a line longer than a chunk is split. With a search text,
-    at most `SCAN_MAX` bytes of the file are searched.
+    An incomplete last line is left for the next request, unless it is longer than a chunk. A line longer than a chunk is split;
+    with a search text it is cut. With a search text, at most `SCAN_MAX` bytes of the file are searched.
     """
     try:
         with Path(path).open("rb") as file:

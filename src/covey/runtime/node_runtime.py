@@ -67,8 +67,8 @@ class SchedulerAddress(msgspec.Struct, frozen=True):
 def make_node_settings(settings: Settings, scheduler_address: SchedulerAddress) -> NodeSettings:
     """Return the settings of the node's state machine.
 
-    The heartbeat interval is at most a quarter of the shorter of MS_NODE_TIMEOUT and COVEY_STUCK; for a child of an agent an
-    eighth, because its heartbeat waits for the agent's.
+    The heartbeat interval is at most a quarter of MS_NODE_TIMEOUT and of COVEY_STUCK, if these are positive; for a child of an
+    agent an eighth, because its heartbeat waits for the agent's.
     """
     limits = [limit for limit in (settings.node_timeout_s, settings.stuck_s) if limit > 0]
     interval_s = min(limits, default=float("inf")) / (HEARTBEATS_PER_TIMEOUT * (2 if scheduler_address.relay_path else 1))
@@ -155,7 +155,7 @@ class NodeRuntime:
 
     def since_last_heard_s(self) -> float:
         """Return the seconds since the scheduler's host last sent something to this node or acknowledged its data (TCP), or
-        since this object was created. A refused connection counts too, because only a running scheduler can reassign the
+        since this object was created. A `NoListenerError` counts too, because only a running scheduler can reassign the
         rank."""
         silent = self._loop.time() - self._last_contact_at
         return min(silent, self._connection.since_last_ack_s()) if self._connection is not None else silent

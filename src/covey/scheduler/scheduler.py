@@ -123,7 +123,8 @@ class Scheduler:
         return self._machine
 
     async def run(self, sockets: list[socket.socket]) -> EndCluster:
-        """Serve until the cluster has ended and its nodes have disconnected, or a time limit has passed; return the end.
+        """Serve until the cluster has ended, and then until its nodes have disconnected or a time limit has passed; return the
+        end.
 
         Raises `SteppedDown` or `LeadershipHandedOver` if this scheduler stops leading before the end, and any error after which
         it must not continue.
@@ -420,8 +421,8 @@ class Scheduler:
         `MindSporeDetected` to the machine.
 
         Any process that reaches the port can send such bytes. They therefore count only if a worker on this host, or a
-        descendant of it, holds the other end: only the run itself, or a user who could kill it, can cause that. At most one
-        lookup runs at a time, and at most one starts per `OWNER_LOOKUP_INTERVAL_S`; other connections are not checked.
+        descendant of it, holds the other end: only the run itself, or a user that can kill it, can cause that. At most one
+        lookup runs at a time, and at most one starts per `OWNER_LOOKUP_INTERVAL_S`; connections beyond that are not checked.
         """
         now = time.monotonic()
         busy = self._owner_lookup is not None and not self._owner_lookup.done()
@@ -474,7 +475,7 @@ def exit_now(code: int) -> None:
 
 def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
     """End the cluster on SIGINT or SIGTERM. If another scheduler process can continue the cluster (`comes_back`), SIGTERM
-    before its end exits only this process."""
+    before the cluster's end exits only this process."""
     name = signal.Signals(number).name
     if number == signal.SIGTERM and comes_back and not scheduler.machine.cluster.has_ended:
         log.warning("%s: the scheduler exits and its cluster continues; restart it with the same variables", name)

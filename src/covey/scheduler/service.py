@@ -51,7 +51,7 @@ PORT_RELEASE_TIMEOUT_S = 10.0  # limit for the kernel to release the port of a k
 
 class SchedulerService:
     """Construction and run of a scheduler, once per term if there are standbys. `sockets` are bound already; None: bind them
-    when needed. `handoff` has the parameters that the parent process passed; None: it passed none."""
+    when needed. `handoff` has the parameters from an agent or TaskD's manager; None: there is neither."""
 
     def __init__(self, loaded: LoadedSettings, sockets: ListeningSockets | None, handoff: SchedulerHandoff | None) -> None:
         settings = loaded.settings

@@ -25,9 +25,9 @@ def load_join_secret(secret: str, secret_file: str, *, make: bool) -> str:
     """Return `secret` if not empty, else the content of `secret_file` if that is set, else the content of the user's secret
     file.
 
-    If the user's file is missing or its directory is unknown, create the file with a random secret if `make`, else return "".
-    Raises `UsageError` if a file cannot be read, is not UTF-8, is empty or has permissions for group or others, and
-    `StoreError` if the user's file cannot be created.
+    If the user's file is missing or its directory is unknown: with `make`, create the file with a random secret; without
+    `make`, return "". Raises `UsageError` if a file cannot be read, is not UTF-8, is empty or has permissions for group or
+    others, and `StoreError` if the user's file cannot be created.
     """
     if secret:
         return secret

@@ -78,8 +78,8 @@ class Journal:
         """Write the journal again if its file was removed, for example by a cleaner of temporary files.
 
         Does nothing if a token was claimed, because another scheduler may have replaced the journal. Raises `StoreError` if the
-        journal cannot be written or its lock file is locked, by another scheduler or, unless the lock file was removed too, by
-        this one.
+        journal cannot be written, or if its lock file is locked: by another scheduler, or by this one if only the journal was
+        removed.
         """
         if self._token or self.path.exists():
             return
@@ -130,8 +130,8 @@ class Journal:
             ) from None
 
     def _check_token(self) -> None:
-        """Raise `FencedError`, after a rollback, if a higher token is stored; replace a lower one by this journal's. Must be
-        called in a write transaction."""
+        """Do nothing if this journal has no token. Raise `FencedError`, after a rollback, if a higher token is stored; replace
+        a lower stored token by this journal's. Must be called in a write transaction."""
         if not self._token:
             return
         newest = self._database.execute("pragma application_id").fetchone()[0]

@@ -58,7 +58,8 @@ def physical_cores(cpus: Iterable[int]) -> int:
 
 
 def restore_threads() -> None:
-    """Set the thread counts of torch and, if numpy is loaded, of OpenBLAS. Libraries imported later read the environment."""
+    """Set the thread counts of torch, if it is loaded, and of OpenBLAS, if numpy is loaded. Libraries imported later read the
+    environment."""
     cpus = os.sched_getaffinity(0)
     if torch := sys.modules.get("torch"):
         count = torch_threads(os.environ, len(cpus), physical_cores(cpus), mkl=torch.backends.mkl.is_available())

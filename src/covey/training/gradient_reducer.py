@@ -232,7 +232,7 @@ class GradientReduction:
         self._works: list[Work] = []
 
     def issue_full_buckets(self, group: Group) -> None:
-        """Issue buckets in order, up to the first that is not full."""
+        """Issue buckets in order, until one is not full."""
         self._reset_for_group(group)
         while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].is_full:
             self._issue_next_bucket(group)
@@ -291,7 +291,7 @@ class GradientReduction:
         self._works.append(group.all_reduce(flat, ReduceOp.SUM))
 
     def _pack_buffers(self, rank: int) -> list[Any]:
-        """Return a list of one byte tensor: rank 0's model buffers, on other ranks zeros, so that the sum is exact for any
+        """Return a list with one tensor of bytes: on rank 0 the model buffers, on other ranks zeros. Their sum is exact for any
         dtype."""
         torch = torch_module()
         flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._model_buffers])

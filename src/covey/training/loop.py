@@ -233,10 +233,10 @@ class Loop:
     def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
         """Yield each epoch's number and an iterator of its micro-batches, from the current step on.
 
-        Code before the first batch belongs to the epoch's first step, code after the last batch to the epoch's last step; both
-        are healed with that step. A rank that resumes in the middle of an epoch also runs the code before the first batch;
+        Code before the first batch belongs to the epoch's first step, code after the last batch to the epoch's last step; each
+        is healed with its step. A rank that resumes in the middle of an epoch also runs the code before the first batch;
         changes by this code to buffers, registered values and the optimizer's options are then undone. Raise `UsageError` if
-        the next epoch is requested before the batches of this one are exhausted.
+        the next epoch is requested before the batches of the current one are exhausted.
         """
         self._cursor.discard_loader()
         self._state_manager.undo_script_changes()

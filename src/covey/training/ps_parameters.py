@@ -4,8 +4,8 @@ A parameter marked by `set_param_ps` has a local copy, which is refreshed at eve
 the loop's optimizer steps, the gradients of both are pushed to the servers, which run their own optimizer; the loop's optimizer
 finds `grad=None` and skips marked parameters. If the loop's optimizer does not step, an empty push ends the step.
 
-In sync mode the push is a numbered collective, unless the world size is 1 and cannot grow, and completes when the servers have
-the gradients of every rank.
+In sync mode a push completes when the servers have the gradients of every rank. It is a numbered collective, unless the world
+size is 1 and cannot grow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ log = logging.getLogger("covey")
 def mark_for_server(target: Any, *, recurse: bool, init_in_server: bool, optimizer: OptimizerRule | None) -> None:
     """Mark a parameter, or a module's trainable parameters (with `recurse` also those of its submodules), as served.
 
-    `init_in_server`: the servers draw the initial values, and each `torch.nn.Embedding` becomes a table on the servers.
+    `init_in_server`: the servers draw the initial values, and a `torch.nn.Embedding` (the target or, with `recurse`, any of its
+    submodules) becomes a table on the servers.
     `optimizer`: the rule of the servers; None: derived from the loop's optimizer. Raise `UsageError` if the target is in a
     loop, or cannot be served; parts of it may then be marked.
     """
@@ -163,8 +164,8 @@ class ServedParameters:
         has the checkpoints; "": none.
 
         - With `has_state` the result is `step`.
-        - An independent worker continues after its last push. If it has not pushed, the servers first load the newest
-          complete rows.
+        - An independent worker continues at the step that the servers expect from it next. If that is 0, the servers first
+          load the newest complete rows in `folder`, if there are any.
         - A single worker without local parameters continues at the servers' step if that is later.
         - Otherwise the result is `step`, and if it is a checkpoint's, rank 0 has the servers load their rows of it.
 

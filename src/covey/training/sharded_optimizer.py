@@ -170,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def fetch_missing_slots(self, holders: list[SlotHolder], rank: int, world: int) -> dict[int, Any]:
         """Return the slots that `rank` needs and this process lacks, by number, in the format of `donate_slots`.
 
-        Raise `PeerError` if a holder is gone, or no holder has one of the slots.
+        Raise `PeerError` if a holder is gone, or one of these slots has no holder.
         """
         lacking = self._needed_slots(rank, world) - self._inner_parameters.keys()
         found: dict[int, Any] = {}
@@ -250,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return self._parameters[number].detach()
 
     def write_values(self, values: list[Any]) -> list[Any]:
-        """Write the new values, in the order of `updated_numbers`, and return the parameters written; no slot is ahead then."""
+        """Write the new values, in the order of `updated_numbers`, and return the parameters written. Then no slot is ahead."""
         destinations = [self._parameters[number].detach() for number in self.updated_numbers()]
         with self._lock, torch.no_grad():
             if destinations:

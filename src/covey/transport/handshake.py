@@ -5,12 +5,12 @@
     node:           NONCE PROOF
     scheduler:      ok PROOF CLOCK TOKEN SILENCE    or: no MESSAGE
 
-A proof is an HMAC over both nonces, or "-" without a secret. With a secret, both sides prove that they have it; the secret
-itself is not sent. CLOCK is the scheduler's wall clock in seconds, TOKEN its fencing token (0: no standbys). SILENCE is the
-number of seconds without a message after which the node connects to another scheduler (negative: never). "no" may also answer
-the node's first line. The lines are text, so `telnet HOST PORT` shows what listens there. The scheduler sends its first line
-after the node's first bytes, or after a second without any, because a MindSpore process closes a connection that receives bytes
-before it has sent its own. Frames follow.
+A proof is an HMAC over both nonces, or "-" without a secret. If the scheduler requires the secret, both sides prove that they
+have it; the secret itself is not sent. CLOCK is the scheduler's wall clock in seconds, TOKEN its fencing token (0: no
+standbys). SILENCE is the number of seconds without a message after which the node connects to another scheduler (negative:
+never). "no" may also answer the node's first line. The lines are text, so `telnet HOST PORT` shows what listens there. The
+scheduler sends its first line after the node's first bytes, or after a second without any, because a MindSpore process closes a
+connection on which it receives bytes before it has sent any. Frames follow.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class ServerHandshake:
 
 
 class ClientHandshake:
-    """The side of a handshake that connects. `where` names the peer in an error message. With `insist`, a peer that does not
-    require the secret is refused, unless this side has no secret."""
+    """The side of a handshake that connects. `where` names the peer in an error message. With `insist`, if this side
+    has a secret, a peer that does not require it is refused."""
 
     def __init__(self, secret: str, *, insist: bool = False, where: str = "the scheduler") -> None:
         self._secret = secret

@@ -1,7 +1,7 @@
 """A local certificate authority for `covey tls init` and `covey tls revoke`: certificates and a revocation list.
 
-`config.json` has MindSpore's keys and relative paths, so the directory can be copied to every host. `ca.key` is needed only
-where certificates are issued or revoked and should not be copied.
+`config.json` has MindSpore's keys and relative paths, so the directory can be copied to every host. Do not copy `ca.key`:
+it is needed only to issue or revoke certificates.
 
 The PKCS#12 files contain no chain, and every certificate has an authority key identifier, because MindSpore requires both.
 """

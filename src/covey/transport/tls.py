@@ -1,8 +1,8 @@
 """TLS contexts from MindSpore's `config.json`, and messages for failed handshakes.
 
 Each side presents a certificate and verifies the other side's against `ca_cert_path`. As in MindSpore, host names are not
-checked: a peer is accepted if the authority issued its certificate, unless that is expired, revoked or for the other side. The
-files are checked at the start, because a failed handshake shows each of the two processes only a part of the error.
+checked: a peer is accepted if the authority issued its certificate, unless the certificate is expired, revoked or for the other
+side. The files are checked at the start, because a failed handshake shows each of the two processes only a part of the error.
 
 Behaviour of OpenSSL that is handled here:
 
@@ -285,7 +285,7 @@ _LOCAL_ERROR_TEXTS = {
 def explain_connection_error(error: BaseException, *, connecting: bool) -> str:
     """Return what an error of a connection means, as a text that can follow "HOST:PORT: ".
 
-    `connecting`: the handshake is not complete, so the end of the stream probably means that the peer refuses this side.
+    With `connecting`, the end of the stream is explained as a probable refusal by the peer during the handshake.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return _VERIFY_ERROR_TEXTS.get(error.verify_code, f"its certificate is not accepted: {error.verify_message}")

@@ -72,7 +72,7 @@ class MembershipThread:
     def __init__(
         self, settings: Settings, scheduler: SchedulerAddress, on_program_end: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_program_end` is called when the program ends with exit code 0, unless it is leaving already."""
+        """`on_program_end` is called when the program ends with exit code 0, unless this node is leaving already."""
         self._settings = settings
         self._scheduler_address = scheduler
         self.on_program_end = on_program_end
@@ -108,7 +108,7 @@ class MembershipThread:
 
     def join(self) -> RankAssigned:
         """Register, block until the cluster has assigned this node's rank, and install the exit hooks. A spare returns with
-        rank -1. Raises `PeerError` with the reason and the exit code if the membership ends before."""
+        rank -1. Raises `PeerError` with the reason and the exit code if the membership ends first."""
         if self._scheduler_address.relay_path:  # its output goes to a log file
             install_log_streams()
         self._thread.start()
@@ -148,8 +148,8 @@ class MembershipThread:
 
     @property
     def assignment(self) -> RankAssigned:
-        """Rank, world and generation, after `join`. In a spare, block until it is promoted and set its variables and log to
-        those of the worker."""
+        """Rank, world and generation, after `join`. In a spare that has no rank yet, block until it is promoted, then set
+        its variables and log to those of the worker."""
         assert self._assignment is not None
         if self._assignment.rank < 0:
             self._wait_for_rank()

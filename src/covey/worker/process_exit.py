@@ -1,7 +1,7 @@
 """Exit of a process that has joined a cluster: hooks that report the exit code and the reason to the scheduler.
 
-They run at the end of the program, after an uncaught exception, and on SIGTERM unless the program has its own handler. SIGTERM
-then also ends a process whose main thread is blocked in a collective.
+They run at the end of the program, after an uncaught exception, and on SIGTERM unless the program has its own handler.
+covey's handler also ends a process whose main thread is blocked in a collective.
 """
 
 from __future__ import annotations

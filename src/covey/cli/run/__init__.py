@@ -1,7 +1,7 @@
 """`covey run`: from options to a running cluster and its exit code.
 
-`options`       the options, as a table
-`plan`          options and environment to a plan
+`options`       table and parser of the options
+`plan`          makes a plan from options, settings and environment
 `slurm`         number of hosts, host index and scheduler address in a Slurm job step
 `dry_run`       describes a plan
 `command`       runs a plan

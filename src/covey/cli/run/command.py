@@ -183,7 +183,7 @@ class _SchedulerHost:
 
 
 def _default_job_name(plan: RunPlan) -> str:
-    """Return the command as one line. Arguments that are not UTF-8 are escaped."""
+    """Return the words of the command, joined by spaces. Words that are not UTF-8 are escaped."""
     return " ".join(word if is_utf8_text(word) else ascii(word) for word in plan.command)
 
 

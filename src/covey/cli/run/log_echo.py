@@ -20,7 +20,7 @@ TRACEBACK_STARTS: Final = ("Traceback (most recent call last):", '  File "', "  
 
 
 class LogEcho:
-    """Callback of the agent that starts to echo the logs of new workers, as `select_echoed_streams` selects.
+    """Callback of the agent that starts to echo the logs that `select_echoed_streams` selects.
 
     By default one log is echoed; when its worker is no longer on this host, another one.
     """
@@ -56,8 +56,8 @@ class LogEcho:
 class TracebackFilter:
     """Filter that drops the traceback of an uncaught exception whose cause is already in `printed`.
 
-    `newest` returns the newest exception that the worker of this log has reported. A script that fails on several ranks would
-    print the same traceback for each of them.
+    `newest` returns the newest exception that the worker of this log has reported. Without the filter, a script that fails on
+    several ranks would print the same traceback for each of them.
     """
 
     def __init__(self, newest: Callable[[], ScriptError | None], printed: set[tuple[str, str]]) -> None:
@@ -89,8 +89,9 @@ class TracebackFilter:
 def select_echoed_streams(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
     """Return the streams of each echoed rank: 1 stdout, 2 stderr, 3 both. `ranks` maps ranks to local ranks; it is not empty.
 
-    --tee selects ranks and streams; --local-ranks-filter restricts the ranks. Without --tee, --local-ranks-filter or else
-    --tail_worker_log selects ranks (the lowest one if it selects none), and --redirects removes streams.
+    If --tee is given, it selects ranks and streams, and --local-ranks-filter restricts the ranks. Otherwise the ranks are those
+    of --local-ranks-filter or, if it is not given, of --tail_worker_log; if none of these is in `ranks`, the lowest rank is
+    echoed. Then --redirects removes streams.
     """
     both = STDOUT | STDERR
     if plan.tee:

@@ -377,7 +377,7 @@ class OptionReader:
         """Add an option with its value ("" for a switch). For --help, only set `help_requested`.
 
         Raise UsageError if the option is not supported, its value is invalid or it contradicts another option. The values of
-        settings are not checked here.
+        settings other than --master are not checked here.
         """
         if option.refusal:
             raise UsageError(f"{typed} is not supported: {option.refusal}.")
@@ -425,7 +425,7 @@ class OptionReader:
             raise UsageError(f"{typed} {printable(text)} is invalid: expected {option.kind.allowed_text}.") from None
 
     def _set_field(self, field: str, new: GivenValue) -> None:
-        """Set a field; the last value of one option wins. Raise UsageError if another option gave another value."""
+        """Set a field; the last value under one option name wins. Raise UsageError if another name gave another value."""
         old = self.given_options.get(field)
         if old and _canonical_name(old.origin) != _canonical_name(new.origin) and str(old.value) != str(new.value):
             first, second = (f"{given.origin} {printable(str(given.value))}" for given in (old, new))

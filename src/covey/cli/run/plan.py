@@ -364,10 +364,11 @@ def _resolve_command(command: list[str], options: RunOptions) -> tuple[list[str]
 
 
 def _unwrap_interpreter(words: list[str], *, module: bool, no_python: bool) -> tuple[list[str], bool, bool]:
-    """Return the command without a leading "python" or "python3"; the other results are those of `_resolve_command`.
+    """Return the command without a leading "python" or "python3" and a -m after it; the other results are those of
+    `_resolve_command`.
 
-    Another interpreter, such as python3.12 or one with a path, is run as a program, and so is "python" with an option other
-    than -m.
+    With `module` or `no_python` the command is unchanged. Another Python interpreter, such as python3.12 or one with a
+    path, is run as a program, and so is "python" with an option other than -m.
     """
     if not words:
         raise UsageError("No script is given: use covey run [options] train.py [its arguments].", ExitCode.BAD_SCRIPT)

@@ -31,7 +31,8 @@ class SlurmStep(msgspec.Struct, frozen=True):
 
 
 def read_slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
-    """Return the job step of this process; None outside a step. Raise UsageError if a variable is missing or invalid."""
+    """Return the job step of this process; None outside a step. Raise UsageError if a required variable is missing, or if a
+    variable is invalid."""
     if not is_in_step(environ):
         return None
     nodes = _read_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", low=1, default=1)

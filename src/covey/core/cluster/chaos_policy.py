@@ -1,7 +1,7 @@
 """Choice of the faults that `covey chaos` injects, and a summary of the recoveries that followed.
 
-A worker is killed or stopped only if at least one other, and half of the workers (rounded down), are assumed to keep the
-training state.
+A worker is killed or stopped only if at least one other worker, and at least half of the number of workers (rounded down), are
+assumed to keep the training state.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class FailureDetector:
         self._last_tick_at = now
 
     def take_suspension_s(self, step: Step) -> float:
-        """Return the seconds since the last tick, and publish a suspension, if they exceed `SUSPENSION_S`; else return 0."""
+        """If the last tick was over `SUSPENSION_S` ago, publish a suspension and return the seconds since; else return 0."""
         gap, self._last_tick_at = step.now - self._last_tick_at, step.now
         if gap <= SUSPENSION_S:
             return 0.0

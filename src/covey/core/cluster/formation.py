@@ -22,7 +22,7 @@ def decide_formation(cluster: ClusterState) -> tuple[dict[str, int] | None, str]
 
 
 def describe_missing(cluster: ClusterState) -> str:
-    """Return how many nodes each incomplete role lacks, which have registered, and the last refusal; "" if there is neither."""
+    """Return how many nodes of each incomplete role are missing and which have registered; then the last refusal, if any."""
     found = (
         f"{count_noun(short, role)} missing, registered: {describe_members(cluster.members_in_role(role))}"
         for role in COUNTED_ROLES

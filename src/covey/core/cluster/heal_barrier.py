@@ -2,8 +2,8 @@
 
 In a recovery or resize, each rank reports at a safe point which collective it completed last. A safe point is inside a
 collective, or at the end of the script. The plans bring all ranks to the highest of these collectives: a rank that is behind
-fetches results from a rank that completed it, and a replacement or joining rank fetches the full state. The plans fail if the
-ranks cannot resume, for example because no rank holds a part of a sharded optimizer's state.
+fetches results from a rank that completed the highest one, and a replacement or joining rank fetches the full state. The plans
+fail if the ranks cannot resume, for example because no rank holds a part of a sharded optimizer's state.
 
 Ranks and parameter servers find each other through the rendezvous store: each sets its address and gets those of its peers. The
 store is emptied when a generation after the first begins.
@@ -192,8 +192,9 @@ class SafePoint:
     ) -> dict[int, HealPlan]:
         """Add a rank's report; return the plans to send now, by rank; {}: none.
 
-        All plans are made when the last rank has reported, and again when the last has finished. A later report returns only
-        that rank's plan. Failed plans are dropped if some ranks have resumed.
+        The plans of all ranks are made when every rank has reported, and again when every rank has reported `finished`. Any
+        other report after the first plans returns only the plan of its own rank. Failed plans are dropped if some ranks have
+        resumed.
         """
         self.reports[rank] = report
         if self.done:
@@ -347,9 +348,10 @@ class HealBarrier:
     # -- waits that cannot end ---------------------------------------------------------------------------------------
 
     def count_left_ranks(self, step: Step) -> bool:
-        """Stop waiting for ranks that left: count them as finished or resumed if all other ranks have finished or resumed.
+        """Stop waiting for ranks that left; return whether they were counted as resumed.
 
-        Return whether ranks were counted as resumed. If the others have finished, send them `done` plans.
+        If some of them have not reported and all other ranks have finished, send the other ranks `done` plans. If all of them
+        have reported and all other ranks have resumed, count them as resumed while `is_pending`.
         """
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = {m.rank for m in workers if m.state is NodeState.LEFT}

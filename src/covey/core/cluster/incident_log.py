@@ -90,15 +90,16 @@ class IncidentLog:
 
     @property
     def is_resizing(self) -> bool:
-        """Whether a scale-out or scale-in of the workers is open."""
+        """Whether the incident of a scale-out or scale-in of the workers is open."""
         changes = ("scale-out", "scale-in")
         return any(i.outcome is Outcome.OPEN and i.strategy in changes and i.node != SERVERS_NODE for i in self.records)
 
     def close(self, step: Step, outcome: Outcome, node: str = "", reason: str = "") -> None:
-        """Close open incidents with this outcome, persist and publish them.
+        """Close open incidents, set their outcome, persist and publish them.
 
-        ENDED and FINISHED close all. Another outcome closes only incidents of the parameter servers (`node` is SERVERS_NODE) or
-        only the others. ROLLED_BACK closes only scale-outs, and appends `reason` to their reason.
+        ENDED and FINISHED close all. Another outcome closes only incidents of the parameter servers if `node` is SERVERS_NODE,
+        else only the others. RESUMED and RESTARTED do not close a scale-in while members have yet to leave. ROLLED_BACK closes
+        only scale-outs, and appends `reason` to their reason.
         """
         closing = [incident for incident in self.records if incident.number in self._open_times]
         if outcome not in (Outcome.ENDED, Outcome.FINISHED):

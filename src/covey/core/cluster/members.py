@@ -138,7 +138,7 @@ class Heartbeats:
         return self._progress_changed_at.get(member.uid, 0.0)
 
     def add(self, node: Member | AgentInfo, now: float) -> None:
-        """Add a node with a heartbeat at this time and without progress."""
+        """Add a node with a heartbeat at `now` (0: none yet) and without progress."""
         self._last_heartbeat_at[node.uid], self._progress_changed_at[node.uid] = now, 0.0
 
     def note_heartbeat(self, node: Member | AgentInfo, now: float) -> None:
@@ -154,7 +154,7 @@ class Heartbeats:
         self._progress_changed_at[member.uid] = max(self.progress_changed_at(member), now)
 
     def begin_life(self, member: Member, now: float) -> None:
-        """Reset the progress for a new process, which does not count as stuck within the first `FIRST_PROGRESS_S`."""
+        """Reset the progress for a new process. Without progress, it is not stuck before `FIRST_PROGRESS_S` have passed."""
         self._progress[member.uid], self._progress_changed_at[member.uid] = NO_PROGRESS, now + self._first_progress_s
 
     def clear_progress(self, member: Member) -> None:
@@ -210,7 +210,10 @@ class HostLayout:
         return RankAssigned(cluster.generation, *ranks, world if is_server else 0, self._sharding_for(member), *promoted)
 
     def _sharding_for(self, member: Member) -> Sharding | None:
-        """Return the sharding (None: the initial one); for a joining server, its ring includes all joining servers."""
+        """Return the sharding to send to a member; None: the initial one.
+
+        In the sharding for a joining server, the ring includes all joining servers.
+        """
         cluster = self._cluster
         if member.role is Role.PSERVER and member.rank in cluster.joining_servers:
             sharding = cluster.current_sharding
@@ -479,7 +482,7 @@ class Members:
         return self._change(member, local_rank=local_rank, agent=agent.id, host=agent.host)
 
     def admit_next_incarnation(self, member: Member, registration: Register, node_id: str, now: float) -> Member:
-        """Make a node that registered the next incarnation of a dead member without an agent."""
+        """Replace the process of a dead member without an agent by a node that registered, as the next incarnation."""
         old = self._unindex(member)
         local_rank = old.local_rank
         if registration.host.id != old.host.id:
@@ -627,7 +630,7 @@ class Members:
         return self._change(member, deaths_without_progress=count)
 
     def count_failure(self, member: Member, highest_step: int) -> Member:
-        """Count a death of the member; start over at 1 if `highest_step` is above that of its last death."""
+        """Count a death of the member; start over at 1 if `highest_step` is higher than it was at the member's last death."""
         member = self.current(member)
         deaths = member.deaths_without_progress + 1 if highest_step <= member.died_at_step else 1
         return self._change(member, deaths_without_progress=deaths, died_at_step=highest_step)
@@ -695,7 +698,8 @@ class Members:
     def restore_members(self, records: Sequence[Record], cluster: ClusterRecord, servers: Iterable[int], now: float) -> None:
         """Restore members and agents from the journal. Members that were present become suspect.
 
-        Skip workers whose rank is beyond the recorded world size, and parameter servers whose rank is not in `servers`.
+        Skip workers whose rank is not below the recorded world size (if there is one), and parameter servers whose rank is not
+        in `servers`.
         """
         known_servers = set(servers)
         for record in records:

@@ -65,7 +65,8 @@ def choose_action(
 ) -> tuple[RecoveryAction, str]:
     """Return the action after the death of a member, and the reason.
 
-    `code` and `error` are the exit code and the uncaught exception of its process; `dead.error` is that of the process before.
+    `code` and `error` are the exit code and the uncaught exception of the process that died; `dead.error` is the exception of
+    the process before it.
     """
     if code in UNRECOVERABLE_CODES:
         return RecoveryAction.END, f"{dead.name} exited with code {code}: a restart does not fix that"
@@ -83,7 +84,7 @@ def choose_action(
 
 
 def _script_error_blocker(cluster: ClusterState, dead: Member, error: ScriptError | None) -> str:
-    """Return why a replacement would raise the exception again; "" if that is not certain."""
+    """Return the reason to assume that a replacement would raise the exception again; "" if there is none."""
     # a process without an agent is restarted by a user, who may have corrected the script
     if error is None or not cluster.heals or not dead.agent or dead.role is not Role.WORKER:
         return ""
@@ -97,7 +98,7 @@ def _script_error_blocker(cluster: ClusterState, dead: Member, error: ScriptErro
 
 
 def _choose_without_shrink(cluster: ClusterState, dead: Member) -> tuple[RecoveryAction, str]:
-    """Return an action that keeps the world size, or END if none is possible; and the reason."""
+    """Return the action if SHRINK is not considered (END if no other is possible), and the reason."""
     settings = cluster.settings
     if dead.role is Role.PSERVER and not cluster.rows_survive_death and (dead.agent or settings.copies == 0):
         return _choose_after_rows_lost(cluster, dead, f"the rows of {dead.name} were lost with it because they had no replica")
@@ -121,8 +122,10 @@ def _choose_without_shrink(cluster: ClusterState, dead: Member) -> tuple[Recover
 
 
 def can_replace(cluster: ClusterState) -> bool:
-    """Return whether a child of an agent may be replaced alone, or given up: a child has called covey.init(), and
-    recover-in-place, recover or elastic-training is enabled."""
+    """Return whether a dead child of an agent may be replaced or left out, instead of a restart of all workers.
+
+    That is so if a child has called covey.init(), and recover-in-place, recover or elastic-training is enabled.
+    """
     return cluster.heals and bool(
         {RecoveryStrategy.IN_PLACE, RecoveryStrategy.RECOVER, RecoveryStrategy.ELASTIC} & set(cluster.settings.strategies)
     )
@@ -353,9 +356,9 @@ class Spares:
 class Recovery:
     """Recovery of a cluster, from the exit of a process until all ranks have resumed.
 
-    Two rules let a restarted scheduler continue a recovery. The journal gets a new generation before the incarnations that
-    start in it. It does not get a death that makes all workers restart before the restart: the agent then reports the death
-    again.
+    Two rules let a restarted scheduler continue a recovery. A new generation is persisted before the incarnations that start
+    in it. A death after which all workers restart is not persisted before that restart, so that the agent reports it again to
+    a scheduler that was restarted in between.
     """
 
     def __init__(
@@ -632,8 +635,8 @@ class Recovery:
             self._shrink_deadline = min(self._shrink_deadline, step.now + self._settings.shrink_after_s)
 
     def use_new_hosts(self, step: Step) -> None:
-        """While HEALING, restart lost members on hosts with free slots. If none can be restarted, let the world grow on free
-        slots, up to the target."""
+        """While HEALING, unless a dump is in progress, restart lost members on hosts with free slots. While READY, let the
+        world grow on free slots, up to the target."""
         if self._lifecycle.phase is Phase.HEALING and self._shutdown.state is ShutdownState.RUNNING:
             pairs = replacement_hosts(step.cluster)
             if pairs:
@@ -680,15 +683,18 @@ class Recovery:
         return True
 
     def _absent_members(self) -> list[Member]:
-        """Return dead and suspect members and, while all ranks have to resume, present members that are not connected."""
+        """Return the dead and suspect members and, while the barrier `is_pending`, the present members without a connection.
+
+        Spares are not considered.
+        """
         absent, is_pending = (NodeState.DEAD, NodeState.SUSPECT), self._barrier.is_pending
         members = self._members.members_without_spares()
         return [m for m in members if m.state in absent or (is_pending and m.is_present and not m.connection)]
 
     def _shrink_to_survivors(self, step: Step) -> None:
-        """Continue without the lost members, for which no host joined in time.
+        """Continue without the dead workers, for which no host joined in time.
 
-        If that is not possible, keep waiting if MS_ENABLE_RECOVERY is set, else dump or end.
+        If that is not possible: with MS_ENABLE_RECOVERY, keep waiting; without it, dump or end.
         """
         self._shrink_deadline = NEVER
         workers = self._members.members_in_role(Role.WORKER)

@@ -356,7 +356,7 @@ class Registration:
         step.out.send(connection, Registered(self._lifecycle.cluster_id, member.node_id, member.incarnation))
 
     def _reattach(self, step: Step, connection: int, member: Member, request: Register) -> None:
-        """Attach a member's process to this connection; mark it as alive and send its rank, unless it is WAITING or LEFT."""
+        """Attach a member to this connection. Unless the member is WAITING or LEFT, mark it as alive and send its rank."""
         if member.connection != connection:
             self._members.close_connection(member.connection, step.out)
         is_known = member.instance_id != ""

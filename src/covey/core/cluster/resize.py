@@ -57,7 +57,7 @@ def plan_shrink(cluster: ClusterState, gone: Member) -> tuple[ShrinkPlan | None,
 
 
 def remaining_departing(cluster: ClusterState) -> list[Member]:
-    """Return the workers that are still to leave on request, by rank. If there are no others, the lowest rank stays."""
+    """Return the workers that are still to leave on request, by rank; if these are all workers, without the lowest rank."""
     workers = sorted(cluster.members_in_role(Role.WORKER), key=lambda m: m.rank)
     departing = [m for m in workers if m.node_id in cluster.departing_ids]
     return departing if len(departing) < len(workers) else departing[1:]

@@ -242,7 +242,7 @@ class SchedulerMachine:
             self._server_resize.note_in_sync(step, member, report)
 
     def _on_mindspore_detected(self, step: Step, worker: str) -> None:
-        """A MindSpore script would wait for a MindSpore scheduler that does not exist."""
+        """End the cluster, unless `heals` is set: the script would wait for a scheduler of MindSpore, which does not exist."""
         if not self._lifecycle.heals:
             reason = f"{worker} runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
             self._shutdown.end(step, ExitCode.BAD_SETTING, reason)

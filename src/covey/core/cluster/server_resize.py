@@ -224,7 +224,7 @@ class ServerResize:
     # -- deaths ------------------------------------------------------------------------------------------------------
 
     def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
-        """Record that a dead server is not in sync. Roll the scale-out back if it was a new server; return whether it was."""
+        """Record that a dead server is not in sync. If it is in `joining_servers`, roll the scale-out back and return True."""
         self._in_sync.discard(member.rank)
         if member.rank not in self.joining_servers:
             return False

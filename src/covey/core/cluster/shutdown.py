@@ -5,8 +5,8 @@ DUMPING → DUMPING: there is a further reason to end; the dump starts again wit
 DUMPING → TELLING: every awaited rank has replied or died, the time limit has passed, or the cluster ends for another reason,
 such as a request to stop. The outcome is in the journal and was sent to all connected members and agents.
 RUNNING → TELLING: the cluster ends without a dump.
-TELLING → OVER: no disconnected member is awaited any more, the time limit has passed, or a stop is requested after the end.
-`EndCluster` is emitted with this transition.
+TELLING → OVER: no disconnected member or agent is awaited any more, the time limit has passed, or a stop is requested after the
+end. `EndCluster` is emitted with this transition.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class Shutdown:
     def end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
         """End the cluster: close the incidents, persist the outcome and send it to every connected member and agent.
 
-        `EndCluster` is emitted when recently disconnected nodes have received the outcome too, or after `_tell_s` seconds.
+        `EndCluster` is emitted when recently disconnected nodes have received the outcome too, at the latest after `_tell_s`
+        seconds.
         """
         if self._lifecycle.full_restart is not None:
             reason = f"{reason}; {self._lifecycle.full_restart}"
@@ -172,10 +173,10 @@ class Shutdown:
         return limit if limit >= 0 else END_DELIVERY_S
 
     def _list_unreachable(self, now: float) -> Iterator[tuple[str, bool]]:
-        """Yield the instance ids of disconnected agents and of members without an agent that were heard within `_tell_s`.
+        """Yield the instance id of each disconnected node that was heard within `_tell_s`, and whether it is working.
 
-        Members must be present, and agents must have a child that is not dead. The flag is False for an agent that has no
-        present child.
+        The nodes are present members without an agent, and agents with a child that is not dead. An agent is working if it has
+        a present child, a member always.
         """
         since = now - self._tell_s
         for member in self._members.members.values():

@@ -101,7 +101,7 @@ class BaseParts(msgspec.Struct, frozen=True):
 
 
 class Lifecycle:
-    """Phase of the cluster with its reason, generation, full restarts, and what is known about the script."""
+    """The phase of the cluster and its reason, the generation, the full restarts, and what is known about the script."""
 
     def __init__(self, cluster_id: str, settings: ClusterSettings) -> None:
         self._settings = settings
@@ -173,8 +173,10 @@ class Lifecycle:
         self.full_restart = FullRestart(before.count + 1 if before else 1, cause[:CAUSE_MAX])
 
     def note_restart_step(self, step: int) -> bool:
-        """Record the step from which the loops started after the newest full restart, unless `step` is negative or one is
-        recorded; return whether it was recorded."""
+        """Record `step` as the step from which the loops started after the newest full restart; return whether it was recorded.
+
+        It is recorded only if there was a full restart, its step is not known yet, and `step` is not negative.
+        """
         if self.full_restart is None or not self.full_restart.step < 0 <= step:
             return False
         self.full_restart = msgspec.structs.replace(self.full_restart, step=step)
@@ -209,7 +211,7 @@ class Lifecycle:
 
 
 class ClusterState:
-    """Read-only view of the settings and of the other parts, for decisions."""
+    """Read-only view of the settings and of the parts of the scheduler's state machine, for decisions."""
 
     def __init__(
         self,
@@ -288,7 +290,7 @@ class ClusterState:
         return self._members.next_member_index
 
     def free_slots_by_agent(self, role: Role) -> dict[str, int]:
-        """Return the number of free slots for workers (role WORKER) or parameter servers (any other role), by agent id.
+        """Return the number of free slots for workers (role WORKER) or parameter servers (role PSERVER), by agent id.
 
         Agents that have none, are leaving or are not connected are omitted. A child occupies a slot unless it is dead.
         """

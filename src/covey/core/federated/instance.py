@@ -78,10 +78,10 @@ class FederatedInstance:
         self.base += 1
 
     def on_round_done(self, step: Step, round_number: int, metrics: dict[str, float]) -> None:
-        """Add the round's privacy loss, and record the round if its loss is the best so far.
+        """Add the round's privacy loss to `spent`, and set `best` to the round if its model has the lowest loss so far.
 
-        The loss is the metric `central_loss`, else `loss`. Finish if the best round was at least `patience` rounds ago (0:
-        never).
+        The model's loss is the metric `central_loss`, else `loss`. If it is known, and the best round was at least `patience`
+        rounds ago (0: never), finish the instance.
         """
         self.spent += self.plan.noise.mu_squared_per_round if self.plan.noise is not None else 0.0
         loss = metrics.get("central_loss", metrics.get("loss"))

@@ -274,7 +274,7 @@ class Round:
     # -- models ------------------------------------------------------------------------------------------------------
 
     def unreplicated_model(self, members: Sequence[ServerMember]) -> RoundModel | None:
-        """Return this round's model if one live member has it and a second must fetch it; else None.
+        """Return this round's model if exactly one live member has it and a second must fetch it; else None.
 
         A second copy is required if a member has durability "host" and there are several members.
         """

@@ -144,7 +144,7 @@ class Roster:
         )
 
     def announced_members(self) -> tuple[ServerInfo, ...]:
-        """Return the members of the newest instructions; the current members if this scheduler has made none yet."""
+        """Return the members of the newest instructions; the current members if this scheduler has made no instructions."""
         return self._instructions.members if self._instructions is not None else self.describe_members()
 
     def adoptions(self) -> tuple[LogAdoption, ...]:
@@ -228,7 +228,7 @@ class Roster:
         """Return the id of the known server at this host and port, if that server is disconnected or the same process.
 
         Otherwise return a free number: the preferred one if it is below the target size, else the lowest. While the cluster
-        forms, a server without a preference gets the highest free number below the target size.
+        forms, a server without such a preference gets the highest free number below the target size.
         """
         for server in self.servers.values():
             if (server.host.id, server.http_address) == (request.host.id, request.http_address) and (
@@ -310,9 +310,10 @@ class Roster:
         return losses
 
     def _find_adopter(self, step: Step, server: ServerMember, announced: tuple[ServerInfo, ...]) -> None:
-        """Choose a live member that adopts the server's log, if there is one and none is chosen yet.
+        """Choose a live member to adopt the server's log, unless a member is chosen already.
 
-        It is a member on the server's host, or the member that has its replicas (preferred if the log is locked).
+        The adopter is a member on the server's host, or the member that has its replicas (preferred if the log is locked).
+        Before `adoption_retry_at` none is chosen.
         """
         adoption = self._adoptions.get(server.instance_id)
         if adoption is not None:
@@ -333,7 +334,7 @@ class Roster:
             )
 
     def _on_log_adopted(self, step: Step, instance_id: str, adopter: ServerMember, round_number: int) -> Losses:
-        """Remove the server whose log was adopted from the members; return what the round has lost."""
+        """Remove from the members the server whose log was adopted; return what the round has lost."""
         losses = NO_LOSSES
         adoption = self._adoptions.pop(instance_id, None)
         for lost in self.members():
@@ -402,7 +403,7 @@ class Roster:
         return True
 
     def _assign_ranks(self) -> None:
-        """Give a rank to each member without one: the number that is its node id if that is free, else the lowest free rank."""
+        """Give a rank to each member without one: its node id if that is a free rank, else the lowest free rank."""
         taken = {server.rank for server in self.servers.values() if server.rank >= 0}
         new = [server for server in self.members() if server.rank < 0]
         for server in sorted(new, key=lambda server: server.node_id not in _RANK_IDS):

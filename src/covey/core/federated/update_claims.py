@@ -8,8 +8,8 @@ an earlier generation that arrives late is void; the claim is sent again.
 
 With an asynchronous strategy, the id is that of one update (`async_update_key`): device, and the round it began with.
 
-An owner does not reply to a claim that it cannot decide yet: a report is missing, the claim is of a newer round, or the update
-was granted to another server that has not reported it as logged. `tick` repeats such claims.
+An owner does not reply to a claim that it cannot decide yet: a report is missing, the claim is of another generation or a newer
+round, or the update was granted to another server that has not reported it as logged. `tick` repeats such claims.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class Claims:
     def apply_instructions(self, instructions: ServerInstructions, now: float) -> list[ClaimEffect]:
         """Apply new instructions and forget rounds that are too old; return the effects.
 
-        The effects reject pending updates that can no longer be counted. In a new generation, if this server is a member, they
-        also report held updates to the other members and resend pending claims.
+        The effects reject pending updates whose round is too old, or all if this server accepts none. In a new generation, if
+        this server is a member, they also report held updates to the other members and resend pending claims.
         """
         self._retained_rounds, self._forgotten = instructions.plan.staleness + 1, instructions.forgotten
         leaving = self.node_id in instructions.leaving
@@ -193,7 +193,7 @@ class Claims:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_update_received(self, round_number: int, device: str, now: float) -> list[ClaimEffect]:
-        """Claim an update that was received and checked; return the effects. The decision may come with later effects."""
+        """Claim or reject an update that was received and checked; return the effects. Later effects may decide a claim."""
         held = self.held_updates.get(round_number, {}).get(device)
         if held or (self._allows_stale_updates and any(ids.get(device) for ids in self.held_updates.values())):
             return [RejectUpdate(round_number, device, UpdateOutcome.COUNTED)]
@@ -253,7 +253,8 @@ class Claims:
     def on_message(self, sender: str, message: Message, now: float) -> list[ClaimEffect]:
         """Handle a message of another server (`Claim`, `ClaimReply`, `ReleaseClaim`, `HeldUpdates`); return the effects.
 
-        Messages of older generations are ignored. A report of a newer one is kept until its instructions arrive.
+        Messages of other generations are ignored, except that a report of a newer generation is kept until its instructions
+        arrive.
         """
         if isinstance(message, Claim):
             verdict = self._decide_claim(sender, message)

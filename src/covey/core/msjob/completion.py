@@ -15,8 +15,8 @@ from covey.core.msjob.status import FAILED, SUCCEEDED, JobStatus
 def check_success(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
     """End the job as Succeeded, and return the verdict, if enough workers succeeded; otherwise return "".
 
-    All workers are enough; worker 0 is enough unless successPolicy is AllWorkers. With dynamic workers, one is enough if all
-    others failed.
+    All workers are enough; worker 0 is enough unless successPolicy is AllWorkers. With dynamic workers, at least one is
+    enough if the rest failed.
     """
     job, pods, finished = context.job, context.pods, status.finished_pods
     workers = context.expected_workers(status.world)
@@ -53,8 +53,8 @@ def end_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder, cond
 def apply_clean_policy(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
     """Delete pods by the job's cleanPodPolicy, with their services, and the PodGroup.
 
-    All: every pod; Running: those that have not ended. With both, services without a pod are deleted too. With None no pod is
-    deleted, but the processes of a failed job are ended.
+    All: every pod; Running: those that have not ended. In both cases, services without a pod are deleted too. With None no pod
+    is deleted, but the processes of a failed job are ended.
     """
     policy = context.job.clean_policy
     for pod in context.pods.values():

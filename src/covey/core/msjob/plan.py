@@ -8,7 +8,7 @@ example, contains its UID.
 
 A pass is a list of steps. A step reads the context and the status, changes the status and adds actions. If it returns a
 verdict, the pass ends with that reason. The order of `ACTIVE_STEPS` is the contract: success and deadline are checked before
-failed and late pods, and missing pods are created after both.
+failed and late pods, and missing pods are created after all of these.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ RESYNC_INTERVAL_S = 600.0  # maximum seconds between two passes of a job that ha
 def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> ReconcilePlan:
     """Return the plan for an MSJob at the time `now`, in seconds since 1970. `job` is not modified.
 
-    The plan for a job that is being deleted has no actions. An invalid job fails; one that has started is left as it is.
+    The plan for a job that is being deleted has no actions. An invalid job fails if it has not started or is suspended;
+    otherwise its pods and conditions stay as they are.
     """
     status, out = JobStatus(job, now), PlanBuilder(now)
     if job.get("metadata", {}).get("deletionTimestamp"):
@@ -69,8 +70,10 @@ def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> Reconcil
 
 
 def _plan_invalid_job(status: JobStatus, out: PlanBuilder, message: str) -> ReconcilePlan:
-    """Fail a job that has not started or is suspended. Leave a finished job as it is; a started one too, but record an event
-    once per message."""
+    """Fail a job that has not started or is suspended.
+
+    If the job has started, only record an event, unless `message` is the last one recorded. If it has ended, do nothing.
+    """
     if status.final_condition or (status.world and not status.report_text("refused", message)):
         return out.build(None, message)
     out.record_event("InvalidSpec", message, warn=True)

@@ -25,7 +25,7 @@ LATE_REPLACEMENT = "late"  # node problem of a replacement that did not run in t
 def drop_finished_replacements(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
     """Drop the notes about replacements that run or succeeded, and about pods that the job no longer has.
 
-    Record an event if the other workers had trained without the pod.
+    Record an event for each replacement that has started, if the other workers had trained without its pod.
     """
     names = {name for _, _, name in context.expected_pods(status.world)}
     for name, note in list(status.replacements.items()):
@@ -46,7 +46,8 @@ def record_finished_pods(context: ReconcileContext, status: JobStatus, out: Plan
 def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
     """Decide about expected pods that failed or must leave their node. Return the verdict if the job failed, else "".
 
-    A failed pod of a scale-out rolls the scale-out back. If all workers failed and are ignored, the job fails.
+    Such a pod of a scale-out rolls the scale-out back; that of a scale-in is left alone. If all workers failed and are ignored,
+    the job fails.
     """
     job, ignored = context.job, []
     expected = list(context.expected_pods(status.world))
@@ -95,8 +96,8 @@ def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBu
 def check_overdue_replacements(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
     """Restart all pods if a replacement does not run within wait-reschedule-timeout, in jobs with fault-scheduling.
 
-    Fail the job, and return the verdict, if the replacement is part of a restart of all pods, or if backoffLimit allows no
-    further restart. There is no limit while the other workers train without the pod.
+    Instead fail the job, and return the verdict, if this late replacement is itself part of a restart of all pods, or if
+    backoffLimit allows no further restart. A replacement is not late while the other workers train without it.
     """
     job, recovery = context.job, context.job.recovery
     if not recovery.is_enabled:
@@ -126,9 +127,9 @@ def check_overdue_replacements(context: ReconcileContext, status: JobStatus, out
 
 
 def check_kubelet_restarts(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Fail the job, and return the verdict, if all restarts, including those by the kubelet, exceed backoffLimit.
+    """Fail the job, and return the verdict, if the number of restarts, with those by the kubelet, exceeds backoffLimit.
 
-    Otherwise record an event if their number has increased and includes restarts by the kubelet.
+    Otherwise record an event if this number has increased and the kubelet has restarted containers of existing pods.
     """
     total, limit = count_restarts(context, status), context.job.backoff_limit
     if limit is not None and total > limit:
@@ -237,7 +238,7 @@ def _can_train_without(context: ReconcileContext, name: str) -> bool:
 
 
 def _describe_node_problem(context: ReconcileContext, out: PlanBuilder, pod: PodState) -> str:
-    """Return why a pod must leave its node, such as "on the lost node n"; "" if it can stay."""
+    """Return why a pod must leave its node, such as "on the lost node n"; "" if it need not."""
     if _is_node_lost(context, out, pod):
         return f"on the lost node {pod.node_name}"
     if not context.job.recovery.subhealthy_strategy or pod.is_terminating or pod.failed:
@@ -249,7 +250,7 @@ def _describe_node_problem(context: ReconcileContext, out: PlanBuilder, pod: Pod
 def _is_node_lost(context: ReconcileContext, out: PlanBuilder, pod: PodState) -> bool:
     """Return whether a pod's node has been not ready for the job's node-lost timeout; False if the pod has ended.
 
-    While the timeout runs, requeue for its end.
+    The timeout starts at the pod's creation or later, also if the node does not exist. While it runs, requeue for its end.
     """
     since = pod.node_lost_since(context.observed.nodes)
     if since is None or pod.succeeded or pod.failed:

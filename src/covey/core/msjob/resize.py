@@ -3,10 +3,11 @@
 There are four ways, tried in this order; each records an event:
 
 1. Jobs with dynamic workers, and jobs of which no pod has started, take the new number immediately.
-2. If only the number of Worker pods changes, covey's scheduler answers and its world is resizable, the job is resized without a
-   restart. To scale out, new pods are created and their workers join the world; if one of them fails, the scale-out is rolled
-   back and not tried again. To scale in, the scheduler releases the workers of the last pods, which are then deleted.
-3. Otherwise all pods restart with the new number, if the job's policies allow restarts.
+2. If only the number of Worker pods changes (from two or more worker processes, and not to 0 workers), covey's scheduler
+   answers and its world is resizable, the job is resized without a restart. To scale out, new pods are created and their
+   workers join the world; if one of them fails, the scale-out is rolled back and not tried again. To scale in, the scheduler
+   releases the workers of the last pods, which are then deleted.
+3. Otherwise all pods restart with the new number, if the job's policies allow restarts and no pod is being replaced.
 4. Otherwise the job keeps its size.
 
 `scaling_status` has the states of a resize.
@@ -32,7 +33,10 @@ RESIZABLE_TIMEOUT_S = 90.0  # seconds for a scheduler that has answered to becom
 
 
 def scale_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Advance the resize by one step if the job's number of pods differs from the spec's; otherwise complete it."""
+    """If the numbers of pods in status and spec differ, advance the resize by one step.
+
+    If they agree, end a scale-out of which all workers have joined.
+    """
     world, wanted, scaling = status.world, context.job.desired_replicas, status.scaling
     if scaling.target not in (None, wanted.get(WORKER_ROLE)):
         scaling.reset()  # the spec changed after the resize began
@@ -62,13 +66,13 @@ def scale_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder
 
 
 def is_joining(context: ReconcileContext, status: JobStatus, name: str) -> bool:
-    """Return whether this pod belongs to a scale-out in progress."""
+    """Return whether this is one of the new pods of a scale-out in progress."""
     scaling = status.scaling
     return scaling.state is ScalingState.GROWING and name in _worker_pods_from(context, status, scaling.previous)
 
 
 def is_leaving(context: ReconcileContext, status: JobStatus, name: str) -> bool:
-    """Return whether this pod belongs to a scale-in in progress."""
+    """Return whether this is one of the pods that a scale-in in progress removes."""
     scaling = status.scaling
     return scaling.state is ScalingState.SHRINKING and name in _worker_pods_from(context, status, scaling.target or 0)
 
@@ -178,9 +182,10 @@ def _finish_growth_if_joined(context: ReconcileContext, status: JobStatus, out: 
 
 
 def _announce_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Send the scheduler the number of workers that may join; repeat that every `REQUEST_RETRY_S` until its target is right.
+    """Send the scheduler the number of workers that may join; repeat that every `REQUEST_RETRY_S`.
 
-    Send nothing while the scheduler is unknown or not resizable, or its world is larger than the expected number of workers.
+    Send nothing while the scheduler is unknown or not resizable, has no target, or has the expected number of workers as its
+    target, or while its world is larger than that number.
     """
     scaling, scheduler = status.scaling, context.observed.scheduler_status
     workers = context.count_workers(status.world) * context.job.processes_per_pod

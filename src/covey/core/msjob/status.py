@@ -74,11 +74,11 @@ class JobStatus:
         return parse_timestamp(next((c["lastTransitionTime"] for c in conditions if c["type"] == RUNNING), None))
 
     def set_condition(self, kind: str, reason: str, message: str) -> bool:
-        """Set a condition to true, and Running, Restarting and Suspended to false if it excludes them. Return whether it is
-        new.
+        """Set a condition to true, and return whether it was not true before.
 
-        A condition that becomes true is moved to the end of the list, and `state` is set to it. A final condition also sets
-        completionTime, if it is not set, and drops the replacements.
+        Those of Running, Restarting and Suspended that it excludes are set to false. `state` is set to the condition; if it was
+        not true, it is moved to the end of the list. A final condition also sets completionTime, if that is not set, and drops
+        the replacements.
         """
         was_false = not self.has_condition(kind)
         self._put_condition(kind, "True", reason, message)
@@ -130,15 +130,17 @@ class JobStatus:
 
     @property
     def formed_world(self) -> dict[str, int]:
-        """Number of pods of each role that the variables of new pods contain: the number at the last start or restart of all
-        pods. With enableDynamicWorker it is the present number."""
+        """Number of pods of each role that the variables of new pods contain: the number with which the cluster formed.
+
+        Until the cluster has formed, and with enableDynamicWorker, it is the present number.
+        """
         return dict(self._content.get("formed") or self.world)
 
     def start(self, world: dict[str, int]) -> None:
         self._content |= {"world": world, "startTime": format_timestamp(self._now)}
 
     def resize(self, world: dict[str, int]) -> None:
-        """Change the numbers of a started job."""
+        """Change the number of pods of each role of a started job."""
         self._content["world"] = world
 
     def keep_formed_world(self) -> None:

@@ -54,7 +54,7 @@ def assign_initial_slots(servers: Sequence[int]) -> SlotOwners:
 
 
 def rebalance_slots(owners: SlotOwners, servers: Sequence[int]) -> tuple[SlotOwners, list[SlotMove]]:
-    """Return the owners for another set of servers, and the moves to it, as few as possible.
+    """Return the owners for another set of servers, and the moves from `owners` to them, as few as possible.
 
     Afterwards the numbers of slots of two servers differ by at most one. There must be 1 to `SLOTS` different servers.
     """
@@ -77,7 +77,7 @@ def rebalance_slots(owners: SlotOwners, servers: Sequence[int]) -> tuple[SlotOwn
 def replica_holder(server: int, servers: Collection[int]) -> int | None:
     """Return the server that holds the replica of a server's rows: the next by rank, after the last the first.
 
-    None if `servers` has fewer than two. Raise `ValueError` if `server` is not among them.
+    Return None if `servers` has fewer than two; otherwise raise `ValueError` if `server` is not among them.
     """
     ring = sorted(servers)
     return ring[(ring.index(server) + 1) % len(ring)] if len(ring) > 1 else None

@@ -98,13 +98,13 @@ class Task:
     def send(
         self, weights: Mapping[str, Any] | NDArray[Any], *, loss: float | None = None, accuracy: float | None = None
     ) -> bool:
-        """Send the trained weights and return True; return False if the round closed before, or if a secure round failed.
+        """Send the trained weights and return True; return False if a server replies OUT_OF_TIME, or if a secure round failed.
 
         `weights` has all tensors by name, or is an array of all values. Loss and accuracy are not sent with
         encrypt_type=DP_ENCRYPT, nor in a secure round with dp_noise. Raise `UsageError` if weights do not fit the model or are
         out of the secure round's range, and `ValueError` if they cannot be clipped because they are not finite. Raise
-        `RequestRefused` if a server refuses the update, and `PeerError` if no server replies within `patience_s` or a reply in
-        a secure round is unsafe.
+        `RequestRefused` if a server refuses the update or none counts it within `patience_s`, and `PeerError` if no server
+        replies for that long or a reply in a secure round is unsafe.
         """
         flat = self._layout.as_flat_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         noise = self.plan.cipher.noise
@@ -201,7 +201,7 @@ class Device:
     def rounds(self) -> Iterator[Task]:
         """Yield a task for every round this device is admitted to, until the training is disabled or finished.
 
-        A round may be yielded again if its task was not sent. Raise errors as `join`.
+        A round may be yielded again if its `Task.send` did not return True. Raise errors as `join`.
         """
         while True:
             task = self.join()
@@ -256,7 +256,7 @@ class Device:
             self._wait_for_retry(answer)
 
     def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: ModelLayout | None = None) -> bool:
-        """Send an update until it is counted, and return True; return False if a server replies OUT_OF_TIME (round closed).
+        """Send an update until it is counted, and return True; return False if a server replies OUT_OF_TIME.
 
         `fields` are the metadata without `timestamp`. With a layout, `arrays` has one entry: the flat array of all the model's
         values. Raise `RequestRefused` if a server refuses the update or none counts it within `patience_s`, and `PeerError` if
@@ -371,7 +371,10 @@ class Device:
         self._server_index = (self._server_index + 1) % len(self._servers)
 
     def _wait_for_retry(self, answer: Answer, *, move_on: bool = False) -> None:
-        """Sleep until `next_req_time` by the server's clock, but at least 10 ms and at most 5 s."""
+        """Sleep until `next_req_time` by the server's clock, but at least 10 ms and at most 5 s.
+
+        First switch to the next server if `move_on`, or if the reply says so.
+        """
         if move_on or answer.elsewhere:
             self._switch_server()
         wait = (int(answer.next_req_time or 0) - answer.timestamp) / 1000

@@ -28,7 +28,7 @@ LONG_POLL_MS = 20_000
 
 
 class RoundMissed(Exception):
-    """The round continues without this device or was abandoned, or a server failed."""
+    """The round continues or ended without this device, or was abandoned, or a server failed."""
 
 
 def send_masked_update(device: Device, task: Task, change: Floats, metrics: DeviceMetrics) -> bool:

@@ -12,7 +12,7 @@ from covey.federated.server.server_state import Position
 
 
 class Admissions:
-    """Admission requests of one server. `admitted` has the devices that these requests got admitted to the current round."""
+    """Admission requests of one server. `admitted` has the devices whose requests were granted in the current round."""
 
     def __init__(self, position: Callable[[], Position], send_to_scheduler: Callable[[Message], None]) -> None:
         self.admitted: dict[str, None] = {}  # in the current round

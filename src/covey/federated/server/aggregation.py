@@ -69,7 +69,7 @@ class UnmaskingFailed(CoveyError):
 
 
 def unmask_mean(total: MaskedSum, instructions: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
-    """Return the mean of a secure round's updates (model plus mean difference), and its totals with the summed metrics.
+    """Return the mean of a secure round's updates (model plus mean difference), and the round's totals and metrics.
 
     Raise `UnmaskingFailed` if a reconstructed key does not match its device's public key, or a key is invalid. A wrong seed is
     not detected.
@@ -132,9 +132,9 @@ def evaluate_model(evaluate: Evaluate, layout: ModelLayout, values: Floats) -> d
 
 
 def compute_metrics(numbers: RoundTotals) -> dict[str, float]:
-    """Return the number of updates, their total weight ("samples"), and weighted means of the devices' metrics.
+    """Return weighted means of the devices' metrics, the number of updates and their total weight ("samples").
 
-    Metrics that no device reported are left out.
+    The total weight of the evaluations is "eval_samples". Metrics that no device reported are left out.
     """
     found: dict[str, float] = {"updates": float(numbers.count), "samples": float(numbers.size)}
     if numbers.told:
@@ -158,7 +158,7 @@ async def aggregate_spooled_updates(
     directory: Path,
     size: int,
 ) -> NDArray[np.float64]:
-    """Return the aggregate of a strategy with `sees_all`. A temporary file in `directory` has all updates.
+    """Return the results of `strategy.column` for all updates, which are collected in a temporary file in `directory`.
 
     Raise `PeerError` if the updates of a server cannot be fetched or are not as many as in `parts`. Raise `StoreError` if a
     file cannot be read or written, and `UsageError` if the updates exceed SPOOL_BYTES_MAX or the strategy fails.
@@ -221,7 +221,7 @@ def _reserve_disk_space(path: Path, size: int) -> None:
 async def _iterate_updates(
     own_id: str, node_id: str, mine: PartialAggregate, server_links: ServerLinks
 ) -> AsyncIterator[tuple[Update, Floats]]:
-    """Yield the updates in a server's logs of this round. Logs of another server are fetched in chunks."""
+    """Yield the updates in a server's logs of the round of `mine`. Logs of another server are fetched in chunks."""
     if node_id == own_id:
         for path in mine.list_log_paths():
             for update, values in read_log(path):

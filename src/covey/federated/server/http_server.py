@@ -1,6 +1,6 @@
 """HTTP server for many devices with large bodies. A body is received into the memory from which it is decoded.
 
-It implements what devices need: HTTP/1.1, keep-alive, Content-Length. The handler receives complete requests and may reply
+The server has what devices need: HTTP/1.1, keep-alive, Content-Length. The handler receives complete requests and may reply
 later. The sizes of headers and bodies, the time to receive a request, and the number of connections are limited. If there are
 too many connections, a new one replaces the oldest that has sent no byte, or is refused if there is none.
 """
@@ -245,9 +245,10 @@ class DeviceConnection(asyncio.BufferedProtocol):
         self.send_response(status, "application/json", [self._server.encode_refusal(status, reason)])
 
     def check_timeouts(self, now: float) -> None:
-        """Refuse a request that is not complete in time; close a connection that was refused or is idle for too long.
+        """Refuse a request that is not complete in time; close a connection some time after a refusal.
 
-        `now` is that of `time.monotonic`. While a request awaits its reply there is no limit.
+        Also close a connection that is idle for too long. While a request awaits its reply there is no limit. `now` is that of
+        `time.monotonic`.
         """
         if self._awaiting_reply:
             return

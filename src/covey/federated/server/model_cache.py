@@ -53,7 +53,7 @@ class ModelCache:
         server_links: ServerLinks,
     ) -> None:
         self.round, self.values, self.digest = 0, values, compute_digest(values)  # of the newest
-        self.metrics: dict[str, float] = {}  # of the newest, if this server made or fetched it
+        self.metrics: dict[str, float] = {}  # of the newest model that this process made or fetched
         self._layout = layout
         self._strategy = strategy
         self._evaluate = evaluate
@@ -99,7 +99,7 @@ class ModelCache:
     def read_chunk(self, what: str, round_number: int) -> BytesLike | None:
         """Return the bytes of the newest model's file or, if `what` is "state", those of the strategy's state.
 
-        Return None if the newest model is not that of the round, or the file cannot be opened.
+        Return None before `open`, if the newest model is not that of `round_number`, or if the file cannot be opened.
         """
         if self._store is None or self.round != round_number:
             return None
@@ -114,9 +114,10 @@ class ModelCache:
     ) -> bool:
         """Make and store this round's model from all parts, and return True. An abandoned round repeats the previous model.
 
-        Return False if this server's newest model or part does not fit this round. `spool` is a directory for temporary files;
-        noise is derived from `cluster_key`. Raise `PeerError` if a part cannot be fetched, `UsageError` if the strategy fails,
-        `StoreError` if a file cannot be read or written, and `UnmaskingFailed`.
+        Return False if this server's newest model is not that of the previous round, or `part` is of another round. `spool` is
+        a directory for temporary files; noise is derived from `cluster_key`. Raise `PeerError` if a part cannot be fetched or
+        is not the expected one, `UsageError` if the strategy fails, `StoreError` if a file cannot be read or written, and
+        `UnmaskingFailed` if the sum cannot be unmasked.
         """
         assert self._store is not None
         if instructions.is_abandoned:
@@ -160,8 +161,9 @@ class ModelCache:
     ) -> bool:
         """Fetch and store the model of `wanted_model(instructions)`, and return True; False if no other server is its source.
 
-        Raise `PeerError` if the model cannot be fetched or is not that of the `latest` instructions. Raise `UsageError` if it
-        has another layout, `ModelNotStored` if it cannot be stored, and `ValueError` if the strategy's state is damaged.
+        Raise `PeerError` if the model cannot be fetched, or is not the wanted one of the instructions that `latest` returns.
+        Raise `UsageError` if it has another layout, `ModelNotStored` if it cannot be stored, and `ValueError` if the strategy's
+        state is damaged.
         """
         assert self._store is not None
         wanted = wanted_model(instructions)

@@ -107,7 +107,8 @@ class ModelStore:
     def view_file(self, round_number: int, *, state: bool = False) -> memoryview:
         """Return the file of a stored model or, with `state`, of the strategy's state, mapped into memory.
 
-        The round must be in `entries`. Without a state the result is NO_STATE. Raise `StoreError` if a file cannot be opened.
+        The round must be in `entries`. If it has no stored state, the result with `state` is NO_STATE. Raise `StoreError` if
+        the file cannot be opened.
         """
         entry = next(entry for entry in self.entries if entry.round == round_number)
         path = self._directory / (f"{entry.file}.state" if state else entry.file)

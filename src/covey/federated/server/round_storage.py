@@ -44,8 +44,8 @@ class RoundStorage:
     def open(self, path: Path, void: int) -> None:
         """Create and lock the directory, remove logs up to round `void`, and read the logs of an earlier process.
 
-        The part then has the updates of the newest round. Raise `StoreError` if the directory cannot be locked within
-        LOCK_TIMEOUT_S, or a log cannot be read.
+        The part then has the updates of the newest round in the logs. Raise `StoreError` if the directory cannot be locked
+        within LOCK_TIMEOUT_S, or a log cannot be read.
         """
         self._directory = LogDirectory(path)
         limit = time.monotonic() + LOCK_TIMEOUT_S
@@ -62,7 +62,7 @@ class RoundStorage:
             log.info("read %d updates of round %d from the log", part.totals.count, part.round)
 
     def begin_round(self, round_number: int) -> PartialAggregate:
-        """Replace the part by an empty one for this round, and return it. The files of the logs stay.
+        """Replace the part by an empty one for a round, and return the new part. The files of the logs stay.
 
         If there was a part, close its log, and remove the updates of the new part's round from the claims.
         """
@@ -122,7 +122,7 @@ class RoundStorage:
         return [update.device for update, _ in read_log(found.path)]
 
     def seal_and_drain(self, instructions: ServerInstructions) -> bool:
-        """Seal the part if the round is closed; release directory and log if this server leaves. Return whether one was done.
+        """Seal the part if the round is closed; release directory and log if this server leaves. Return whether it did either.
 
         Do nothing while a granted update is being written, or if the instructions are of another round.
         """

@@ -252,7 +252,10 @@ class ServerLinks:
         self._partial_records.pop(id(connection), None)
 
     def _on_replica_chunk(self, connection: Connection, sender: str, message: ReplicateUpdate) -> None:
-        """Collect the chunks of a replica, and store it when it is complete. Raise `PeerError` if a chunk is missing."""
+        """Collect the chunks of a replica, and store it when it is complete.
+
+        Raise `PeerError` if a chunk is missing or the replica cannot be stored.
+        """
         if message.offset or message.remaining_bytes:
             record = self._partial_records.pop(id(connection), bytearray()) if message.offset else bytearray()
             if len(record) != message.offset:

@@ -61,7 +61,7 @@ class StatusReplies:
     def refuse_if_invalid(self, request: DeviceRequest, timestamp: int, name: str, fl_id: str = "") -> bool:
         """Send a refusal if the timestamp (ms), job name or device id is wrong; return whether one was sent.
 
-        An empty name or id is not checked, nor is the id of a request without authentication.
+        The name is not checked if it or this server's is empty, nor the id if it is empty or the request is not authenticated.
         """
         limit, own_name = self._settings.replay_window_ms, self._settings.fl_name
         difference = abs(now_ms() - timestamp)

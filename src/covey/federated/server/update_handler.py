@@ -1,6 +1,6 @@
 """updateModel: handling of an update from the device's request to the acknowledgement.
 
-1. `on_update_request` decodes and checks it, `_compute_contribution` scales it for asynchronous strategies.
+1. `on_update_request` decodes and checks it; for asynchronous strategies, `_compute_contribution` computes what it adds.
 2. `_claim_update` keeps it in memory and claims it at the server that owns the device's id.
 3. `_store_update` logs it, `_make_durable` syncs or replicates it if required, `_count_update` adds and acknowledges it.
 """
@@ -94,7 +94,8 @@ class UpdateHandler:
     def on_update_request(self, request: DeviceRequest) -> None:
         """Handle one request; the reply is sent now or later.
 
-        Raise `ValueError` or `msgspec.MsgspecError` if the body is invalid; the caller must then reply.
+        Raise `ValueError` or `msgspec.MsgspecError` if the body is invalid or the update cannot be added to the sum; the caller
+        must then reply.
         """
         send_status, position = self._replies.send_status, self._position()
         instructions, part = position.instructions, self._round_storage.partial_aggregate
@@ -205,7 +206,7 @@ class UpdateHandler:
         return self._count_update(part, update, values)
 
     async def _make_durable(self, part: PartialAggregate, update: Update, values: Floats) -> None:
-        """Sync the log or replicate the update, then count it. End this server if a log cannot be written or read."""
+        """Sync the log or replicate the update, then call `_count_update`; end this server if a log cannot be used."""
         try:
             if self._settings.durability == "disk":
                 await self._replication.sync(part)
@@ -254,9 +255,9 @@ class UpdateHandler:
             self._finish_update(key, Code.NOT_READY, "this server does not accept updates now: try another server", RETRY_MS)
 
     def expire_pending(self, now: float) -> None:
-        """Reply NOT_READY to devices whose updates were not decided in time, and drop their claims.
+        """Reply NOT_READY to devices whose updates were not decided in time, and drop these updates with their claims.
 
-        Updates that are being logged stay pending.
+        An update that is being logged is not dropped, so that a retry gets its outcome.
         """
         for key in [key for key, pending in self._pending.items() if now > pending.expires_at]:
             if self._claims.is_being_logged(*key):  # granted: a retry gets the outcome when it is logged

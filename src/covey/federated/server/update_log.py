@@ -167,8 +167,8 @@ class LogDirectory:
         """Move another server's logs of rounds `oldest` to `newest` from the directory `other` into this one; return them.
 
         A log's new name contains the instance id of the process that wrote it; `instance_id` is that of the other server. An
-        empty log of round `newest` is added if none has this id. Raise `BlockingIOError` if `other` is locked, and `StoreError`
-        or another `OSError` if a log cannot be moved.
+        empty log of round `newest` is added if no log of that round has `instance_id`. Raise `BlockingIOError` if `other` is
+        locked, `StoreError` if its lock file cannot be created, and another `OSError` if a log cannot be moved.
         """
         theirs = LogDirectory(other)
         if not theirs.acquire():

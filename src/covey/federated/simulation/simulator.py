@@ -40,7 +40,7 @@ class RoundResult(msgspec.Struct, frozen=True):
     devices: int
     accuracy: float  # on the held-out digits
     loss: float  # mean of the losses that devices reported, weighted like their updates
-    framework_s: float  # time of the round without the training
+    framework_s: float  # time for sampling, checking, adding and making the model
     sent_bytes: float = 0.0  # mean per device; 0 without `treatment`
 
 

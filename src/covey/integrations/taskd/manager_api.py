@@ -2,7 +2,7 @@
 
 The process that binds the port first is the scheduler, unless MS_SCHED_HOST and MS_SCHED_PORT name one that is started
 elsewhere. The journal is in the directory MS_RECOVERY_PATH, else in the job's directory below TASKD_LOG_PATH (./taskd_log). A
-manager that was killed continues from it after a restart.
+manager that was killed continues from the journal after a restart.
 """
 
 from __future__ import annotations

@@ -119,8 +119,10 @@ def _add_missing_slots(
 
 
 def _optimizer_copies(checkpoint: Checkpoint, rank: int, step: int, world: int) -> Iterator[Any]:
-    """Copies written in a world of another size are left out: if the world shrank in that step, there may be copies of two
-    sizes."""
+    """Return the optimizer's state of each copy of `step` that was written in a world of size `world`.
+
+    If the world shrank in the step, there may be copies of two sizes.
+    """
     return (state[OPTIMIZER] for state in checkpoint.copies(step, rank=rank) if _generation_and_world(state)[1] == world)
 
 

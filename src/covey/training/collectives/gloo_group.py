@@ -145,7 +145,7 @@ def list_sockets() -> dict[str, int]:
 def shut_down_socket(name: str, descriptor: int) -> None:
     """Shut down a socket if `descriptor` still refers to it, and ignore `OSError`.
 
-    Unix sockets are skipped, and listening sockets, because gloo aborts the process when one of them ends.
+    Unix sockets are skipped. So are listening sockets, because gloo aborts the process when a listening socket ends.
     """
     with contextlib.suppress(OSError):
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != name:

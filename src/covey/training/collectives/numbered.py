@@ -5,9 +5,9 @@ run the same sequence, and a result depends on every rank, so no rank can be mor
 
 A change of the membership starts a *generation*. A rank that waits in a collective, or at the end of its script, is at a *safe
 point*: its parameters and its optimizer do not change. There it *reports* the last number that it completed. Once every rank
-has reported, the scheduler makes the *heal plan*, based on the highest completed number. A rank that has completed that number
-hands its cached result to ranks one behind. A replacement receives a state, and the cached results of the code that it runs
-again. Then the group of the new generation continues with the next number.
+has reported, the scheduler makes the *heal plan*, based on the highest completed number. A rank that has completed the
+collective of this number hands the cached result to ranks that have not. A replacement receives a state, and the cached results
+of the code that it runs again. Then the group of the new generation continues with the next number.
 
 The order of notifications in the inbox decides whether a collective completed before the generation changed, so no lock is
 needed.
@@ -461,7 +461,10 @@ class NumberedCollectives:
                 self._fetched_slots = slots
 
     def _drop_unneeded_slots(self) -> None:
-        """Call this after a collective, whose completion proves that all ranks have fetched their slots in this generation."""
+        """Drop slots that this rank no longer needs, once per generation.
+
+        Call this after a collective, whose completion proves that all ranks have fetched their slots in this generation.
+        """
         if self._dropped_slots_generation != self._agreed_generation and (sharded := self._sharded_state) is not None:
             self._dropped_slots_generation = self._agreed_generation
             sharded.drop_unneeded_slots()

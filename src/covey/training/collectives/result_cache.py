@@ -3,8 +3,9 @@
 A survivor that missed the last collective needs its result. A replacement needs the results of all code that it runs again: the
 current step, and what the script runs before the first step and before the epoch's first batch.
 
-If the results exceed `limit` bytes, older ones of the same lifetime are dropped, but not the last one. A survivor can then
-still be healed. A replacement cannot join until the step, epoch or training that needs the dropped results is over.
+If the results exceed `limit` bytes when one is added, the others of its lifetime are dropped, except that of the last completed
+collective. A survivor can then still be healed. A replacement cannot join until the step, epoch or training that needs the
+dropped results is over.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ log = logging.getLogger("covey")
 
 
 class DataCursor:
-    """Position of one rank in the data: `step` counts optimizer steps from 0, `micro` the micro-batches within one.
+    """Position of one rank in the data: `step` counts steps from 0, `micro` the micro-batches within a step.
 
     `start_at_rank` must be called before use.
     """
@@ -186,7 +186,10 @@ class DataCursor:
         return self.schedule.member_weight(self.step, self.member_position, self._participants())
 
     def participants_tensor(self) -> Any:
-        """Return version and member indexes of a reduction that starts now; empty if the members are those of the schedule."""
+        """Return a tensor: the version of the member indexes, then the indexes of the participating members.
+
+        It is empty if the participants are the members of the schedule.
+        """
         assert self._collectives is not None
         participants, indexes = self._participants(), self._collectives.member_indexes
         if participants is self.schedule.seats or indexes is None:

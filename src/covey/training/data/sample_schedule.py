@@ -174,7 +174,10 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, seats=seats)
 
     def state(self) -> dict[str, Any]:
-        """Return the fields that a checkpoint or a replacement needs: those of the first start, members and carried samples."""
+        """Return the fields that a checkpoint or a replacement needs.
+
+        These are the fields of the first start, the members, the carried samples and the extra steps.
+        """
         names = ("batch_size", "accumulate", "world", "seats", "carried", "carried_to", "extra")
         return {name: getattr(self, name) for name in names}
 

@@ -186,7 +186,7 @@ class Stream:
     def begin_step(self, step: int, group: Communicator) -> None:
         """Forget positions older than the newest of each lane, and exchange positions every `STEPS_PER_EXCHANGE` steps.
 
-        The exchange is a collective. Raise `UsageError` if the positions of a rank exceed `POSITION_BYTES_MAX`.
+        The exchange runs collectives. Raise `UsageError` if the positions of a rank exceed `POSITION_BYTES_MAX`.
         """
         self._recorded_positions = [taken[-1:] for taken in self._recorded_positions]
         if step and step % STEPS_PER_EXCHANGE == 0:

@@ -1,8 +1,8 @@
 """Detection of scripts that accumulate gradients over several steps and step the optimizer after the last.
 
 Such gradients are part of the state, but copying them into every snapshot costs time, so snapshots include gradients only after
-a detection. A gradient was carried over if the first backward pass of a step finds the same tensor, and its addition is the
-only write since the step began. One parameter is checked for some steps, then the next.
+a detection. A gradient was carried over if the first backward pass of a step adds to the tensor that was the gradient when the
+step began, without another write to it in between. One parameter is checked for some steps, then the next.
 """
 
 from __future__ import annotations

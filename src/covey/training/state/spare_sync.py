@@ -2,8 +2,8 @@
 
 Spares copy the tensors of the model, and of the optimizer unless it is sharded. Rank 0 publishes its address in the rendezvous
 store and lists its tensors while it waits in a collective. The tensors are read while the training continues, so a copy may be
-inconsistent. This is harmless: the donor of a promoted spare compares digests and sends the tensors that differ; on the donor's
-own host the spare reads all tensors again.
+inconsistent. This is harmless: the donor of a promoted spare compares digests and sends the tensors that differ; a spare that
+can read the donor's memory reads all tensors again.
 
 Tensors that differed between the last two copies will probably differ again, so the spare does not offer their digests.
 """

@@ -2,8 +2,8 @@
 
 A rank donates its state at a safe point: the state of the step boundary or, once the step's optimizer has run, the present
 state. With the first, a replacement runs the step like any other. With the second it *replays* the step: after its own
-optimizer it loads the state that the donor had right after its optimizer. Before its first collective without a cached result,
-at the latest at the end of the step, it loads the received state, except gradients.
+optimizer it loads the state that the donor had right after the donor's optimizer. Before its first collective without a cached
+result, at the latest at the end of the step, it loads the received state, except gradients.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class StateManager:
     def undo_script_changes(self) -> None:
         """Undo what a replacement's script changed after it received a state, because the state contains these changes.
 
-        Restored is what a `StateSnapshot` holds. Later calls do nothing.
+        Only what a `StateSnapshot` holds is restored, and gradients are removed. Later calls do nothing.
         """
         if self._received_snapshot is not None:
             self._state.restore_snapshot(self._received_snapshot)

@@ -141,8 +141,9 @@ def fetch_from_donor(
     """Send a request of `kind` (one of `REQUEST_KINDS`) with the argument `wanted`, and return the reply.
 
     A tensor is received into the tensor of the same path in `destinations` or `known`, if that fits. `destinations` is ignored
-    for a state after the optimizer. The donor need not send a tensor whose digest in `known` matches. `begin` is called before
-    memory is written. Raise `PeerError` if the transfer fails; destination tensors may then be partly written.
+    if the reply is a state after the optimizer (`optimizer_applied`). The donor need not send a tensor whose digest in `known`
+    matches. `begin` is called before memory is written. Raise `PeerError` if the transfer fails; destination tensors may then
+    be partly written.
     """
     try:
         with socket.create_connection((donor.address, donor.port), CONNECT_TIMEOUT_S) as connection:

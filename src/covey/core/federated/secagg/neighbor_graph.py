@@ -3,10 +3,10 @@
 Up to `COMPLETE_GRAPH_MAX` devices, each device masks with all others. Above, each masks with its nearest neighbours on a ring
 (SecAgg+, a Harary graph). A hash of all ids and public keys determines the ring's order.
 
-The number of neighbours is the smallest even number for which three properties hold, except with the probabilities below, if
-the share threshold is the default. A fifth of the devices, colluding with the server, cannot reconstruct another device's
-secrets. If a tenth of the devices drop out, the sum can be unmasked. The devices that neither collude nor drop out form a
-connected graph.
+On the ring, the number of neighbours is the smallest even number for which three properties hold, except with the probabilities
+below, if the share threshold is the default. A fifth of the devices, colluding with the server, cannot reconstruct another
+device's secrets. If a tenth of the devices drop out, the sum can be unmasked. The devices that neither collude nor drop out
+form a connected graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def default_share_threshold(holders: int) -> int:
 
 @functools.cache
 def choose_degree(count: int) -> int:
-    """Return the number of neighbours of each of `count` devices: all others, up to `COMPLETE_GRAPH_MAX` devices."""
+    """Return the number of neighbours of each of `count` devices: all others if `count` is at most `COMPLETE_GRAPH_MAX`."""
     for even in range(2, count - 1 if count > COMPLETE_GRAPH_MAX else 0, 2):
         if _is_degree_sufficient(count, even):
             return even

@@ -69,6 +69,7 @@ class SecaggRound:
 
     `session` names the round. `wanted` is the number of devices that the round admits, `least` the number of updates that it
     needs, `reconstruct` the number of shares that yield a secret (0: more than two thirds), `even` whether all weights are 1.
+    If devices share with a part of the others only, `reconstruct` is reduced in proportion.
     """
 
     def __init__(
