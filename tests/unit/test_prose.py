@@ -22,7 +22,6 @@ ALLOWED = {
     "src/covey/core/cluster/recovery.py": ("restarted by a user, who may",),
     "src/covey/core/cluster/server_resize.py": ('"shared anew"',),  # the kind of an event
     "src/covey/management/web/actions.js": ("user who runs the scheduler",),
-    "src/covey/scheduler/scheduler.py": ("a user who could kill it",),
     "tests/unit/core/cluster/test_scheduler_machine_effects.py": ("servers shared anew",),
 }
 
