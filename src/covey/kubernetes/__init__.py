@@ -8,7 +8,7 @@ scheduler, never to a training process.
     `work_queue`         keys of jobs to reconcile
     `reflector`          cache of one kind of object, updated by list and watch
     `api_client`         Kubernetes API; the only module that uses lightkube
-    `http_client`        HTTP/1.1 client of `api_client` and `scheduler_rest_client`
+    `http1_client`       HTTP/1.1 client of `api_client` and `scheduler_rest_client`
     `operator_lease`     lease that decides which replica of the operator acts
     `event_recorder`     Kubernetes events
     `pod_builder`        pods, services, secret and PodGroup of a job

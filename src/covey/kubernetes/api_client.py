@@ -1,7 +1,7 @@
 """Client of the Kubernetes API on plain dicts: get, list, watch, create, replace, patch, apply, delete, and logs.
 
 lightkube finds the cluster and provides the credentials: kubeconfig, service account, rotating tokens, exec plugins. Objects
-stay dicts, because a plan works on the server's data and not on a model of it. Requests go through `http_client`, which needs
+stay dicts, because a plan works on the server's data and not on a model of it. Requests go through `http1_client`, which needs
 less CPU time than lightkube's client.
 """
 
@@ -22,7 +22,7 @@ from lightkube.config.kubeconfig import KubeConfig, SingleConfig
 from lightkube.core.exceptions import ConfigError
 
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.kubernetes.http_client import HttpClient
+from covey.kubernetes.http1_client import HttpClient
 
 KubeObject = dict[str, Any]
 

@@ -27,7 +27,7 @@ from covey.core.cluster.view import ClusterView
 from covey.core.msjob.scheduler_status import SchedulerStatus, scheduler_status_from_view
 from covey.errors import PeerError
 from covey.kubernetes.api_client import NOT_FOUND, SECRET, Api, ApiError
-from covey.kubernetes.http_client import HttpClient
+from covey.kubernetes.http1_client import HttpClient
 from covey.kubernetes.reflector import ObjectKey
 from covey.log import log
 

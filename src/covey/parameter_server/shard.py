@@ -21,9 +21,9 @@ import numpy as np
 from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
 from covey.core.parameter_server.sharding import SLOTS, SlotOwners
 from covey.errors import UsageError
-from covey.parameter_server.array_codec import RowBlock, view_as_dtype
 from covey.parameter_server.messages import ALL, DTYPES, ParameterSpec, PushGradients
 from covey.parameter_server.optimizers import Array
+from covey.parameter_server.row_blocks import RowBlock, view_as_dtype
 from covey.parameter_server.row_placement import RowPlacement
 from covey.parameter_server.table import Table, sum_duplicate_rows
 

@@ -16,9 +16,9 @@ import numpy as np
 from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
 from covey.core.parameter_server.sharding import SlotOwners
 from covey.errors import UsageError
-from covey.parameter_server.array_codec import ParameterInfo, RowBlock, parse_row_blocks
 from covey.parameter_server.messages import DTYPES, ParameterSpec, PushGradients, RowSelection
 from covey.parameter_server.optimizers import Array
+from covey.parameter_server.row_blocks import ParameterInfo, RowBlock, parse_row_blocks
 from covey.parameter_server.row_placement import RowPlacement
 from covey.parameter_server.shard import Shard, partial_owners
 

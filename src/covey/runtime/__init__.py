@@ -1,7 +1,7 @@
 """Shared parts of the processes of a cluster: node runtimes, listeners, log access, Linux calls.
 
 `node_runtime`        runs the state machine of a node or agent that has its own connection to the scheduler
-`relayed_runtime`     the same for a child of an agent, through the agent's relay
+`relayed_node_runtime` the same for a child of an agent, through the agent's relay
 `child_environment`   variables, signal and parameters that a process of covey passes to its children
 `credentials`         join secret and TLS contexts from the settings
 `host_identity`       id, name and address of this host

@@ -1,6 +1,6 @@
 """Runtime of a node or agent with its own connection to the scheduler: it runs the state machine of its membership.
 
-`relayed_runtime` is the variant for children of an agent.
+`relayed_node_runtime` is the variant for children of an agent.
 """
 
 from __future__ import annotations

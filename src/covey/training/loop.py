@@ -32,7 +32,7 @@ from covey.training.collectives.communicator import Communicator
 from covey.training.data.cursor import DataCursor
 from covey.training.gradient_reducer import GradientReducer
 from covey.training.lazy_torch import torch_module
-from covey.training.state.grad_accumulation import GradAccumulationDetector
+from covey.training.state.grad_accumulation_detector import GradAccumulationDetector
 from covey.training.state.pytree import pack
 from covey.training.state.spare_sync import start_spare_sync
 from covey.training.state.state_manager import StateManager

@@ -49,7 +49,7 @@ from covey.runtime import credentials, host_identity
 from covey.runtime.child_environment import AGENT_VARIABLE, INCARNATION_VARIABLE
 from covey.runtime.full_disk_output import install_log_streams
 from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress, make_node_settings, progress_interval_s
-from covey.runtime.relayed_runtime import RelayedRuntime
+from covey.runtime.relayed_node_runtime import RelayedRuntime
 from covey.settings import Settings, serving_variables
 from covey.training.node_interface import GenerationStarted, HealPlanReceived
 from covey.transport import address

@@ -11,7 +11,7 @@ import pytest
 from lightkube.config.client_adapter import BearerTokenFileAuth
 
 from covey.kubernetes.api_client import ApiCredentials
-from covey.kubernetes.http_client import HttpClient, HttpResponse
+from covey.kubernetes.http1_client import HttpClient, HttpResponse
 from covey.kubernetes.work_queue import WorkQueue
 
 Reply = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.core.federated.dp_accounting import Noise
-from covey.federated.privacy import secagg_masks
+from covey.federated.privacy import secagg_crypto
 
 Floats = NDArray[np.float32]
 
@@ -33,7 +33,7 @@ def clip_update(change: Floats, clip: float) -> Floats:
 def draw_normal(key: bytes, size: int) -> NDArray[np.float64]:
     """Return `size` standard normal numbers derived from a key of 32 bytes. They cannot be predicted without the key."""
     pairs = (size + 1) // 2
-    words = secagg_masks.generate_words(key, 4 * pairs).view(np.uint64)
+    words = secagg_crypto.generate_words(key, 4 * pairs).view(np.uint64)
     uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
     radius = np.sqrt(-2 * np.log1p(-uniform[:pairs]))
     angle = 2 * np.pi * uniform[pairs:]
@@ -45,12 +45,12 @@ def add_device_noise(change: Floats, noise: Noise) -> Floats:
 
     Raise `ValueError` if the norm of the difference is not finite.
     """
-    drawn = draw_normal(secrets.token_bytes(secagg_masks.KEY_BYTES), len(change))
+    drawn = draw_normal(secrets.token_bytes(secagg_crypto.KEY_BYTES), len(change))
     noisy: Floats = (clip_update(change, noise.clip) + drawn * noise.noise_std).astype(np.float32)
     return noisy
 
 
 def draw_mean_noise(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
     """Return the noise for the mean of `devices` clipped differences, derived from the cluster's `key` and the round."""
-    secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=secagg_masks.KEY_BYTES).digest()
+    secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=secagg_crypto.KEY_BYTES).digest()
     return draw_normal(secret, size) * (noise.noise_std / devices)

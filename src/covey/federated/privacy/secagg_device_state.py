@@ -15,7 +15,7 @@ import numpy as np
 from covey.core.federated.secagg import neighbor_graph, shamir
 from covey.core.federated.secagg.messages import KeyList, PlainShare, RemoteKeys, SealedShare, ShareList, UnmaskingSecrets
 from covey.errors import PeerError
-from covey.federated.privacy import fixed_point_ring, secagg_masks
+from covey.federated.privacy import fixed_point_ring, secagg_crypto
 from covey.federated.privacy.fixed_point_ring import Words
 
 
@@ -27,12 +27,12 @@ class SecaggSession:
 
     def __init__(self, fl_id: str) -> None:
         self.fl_id = fl_id
-        self._share_private_key = secrets.token_bytes(secagg_masks.KEY_BYTES)
-        self._mask_private_key = secrets.token_bytes(secagg_masks.KEY_BYTES)
+        self._share_private_key = secrets.token_bytes(secagg_crypto.KEY_BYTES)
+        self._mask_private_key = secrets.token_bytes(secagg_crypto.KEY_BYTES)
         self._self_mask_seed = secrets.token_bytes(shamir.SECRET_BYTES)
         self.c_pk, self.s_pk = (
-            secagg_masks.derive_public_key(self._share_private_key),
-            secagg_masks.derive_public_key(self._mask_private_key),
+            secagg_crypto.derive_public_key(self._share_private_key),
+            secagg_crypto.derive_public_key(self._mask_private_key),
         )
         self._keys: KeyList | None = None
         self._neighbor_keys: dict[str, RemoteKeys] = {}
@@ -69,8 +69,8 @@ class SecaggSession:
         for other in keys.remote_publickeys:
             both = of_seed[other.index + 1] + of_key[other.index + 1]
             try:
-                secagg_masks.agree_secret(self._mask_private_key, other.s_pk)
-                share = secagg_masks.seal_shares(
+                secagg_crypto.agree_secret(self._mask_private_key, other.s_pk)
+                share = secagg_crypto.seal_shares(
                     both, self._share_private_key, other.c_pk, keys.session, self.fl_id, other.fl_id
                 )
             except ValueError:
@@ -93,7 +93,7 @@ class SecaggSession:
             if sender is None:
                 raise PeerError(f"the server sent shares of {sealed.fl_id}, which is not a neighbour: nothing was sent")
             try:
-                both = secagg_masks.unseal_shares(
+                both = secagg_crypto.unseal_shares(
                     sealed.share, self._share_private_key, sender.c_pk, self.keys.session, sealed.fl_id, self.fl_id
                 )
             except ValueError as error:
@@ -107,11 +107,11 @@ class SecaggSession:
     def mask_update(self, words: Words) -> Words:
         """Return the words masked with this device's own mask and its pairwise masks, modulo 2^32."""
         size, session = len(words), self.keys.session
-        masked = words + secagg_masks.make_self_mask(self._self_mask_seed, session, size)
+        masked = words + secagg_crypto.make_self_mask(self._self_mask_seed, session, size)
         for device in self._held_shares:
             if device != self.fl_id:
                 other = self._neighbor_keys[device]
-                mask = secagg_masks.make_pair_mask(self._mask_private_key, other.s_pk, session, size)
+                mask = secagg_crypto.make_pair_mask(self._mask_private_key, other.s_pk, session, size)
                 masked += mask if self.keys.index < other.index else np.negative(mask)
         return masked
 
@@ -144,15 +144,15 @@ def unmask_sum(total: Words, found: UnmaskingSecrets) -> Words:
     listed, ring_index = found.uploaders, {device: index for index, device in enumerate(found.uploaders.ring)}
     bare = total.copy()
     for seed in found.seeds.values():
-        bare -= secagg_masks.make_self_mask(seed, listed.session, len(bare))
+        bare -= secagg_crypto.make_self_mask(seed, listed.session, len(bare))
     for device, key in found.keys.items():
-        if secagg_masks.derive_public_key(key) != listed.s_pks[device]:
+        if secagg_crypto.derive_public_key(key) != listed.s_pks[device]:
             raise ValueError(f"the key of {device} that its neighbours revealed is not its own")
         index = ring_index[device]
         for other in neighbor_graph.ring_neighbors(listed.ring, index, listed.degree):
             name = listed.ring[other]
             if name in found.seeds:  # it masked with the device that dropped out, and that mask is still in the sum
-                mask = secagg_masks.make_pair_mask(key, listed.s_pks[name], listed.session, len(bare))
+                mask = secagg_crypto.make_pair_mask(key, listed.s_pks[name], listed.session, len(bare))
                 bare -= mask if other < index else np.negative(mask)
     return bare
 

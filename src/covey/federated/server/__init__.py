@@ -2,12 +2,12 @@
 
 `server`              constructs the parts below; connection to the scheduler, tasks that make and fetch models
 `server_state`        state that the parts share: settings, position in the cluster, notification of changes
-`admissions`          devices that the scheduler has admitted to the round
+`admission_requests`  devices that the scheduler has admitted to the round
 `device_port`         paths for devices: startFLJob, getModel and others
 `update_handler`      updateModel: check, claim, log, add, acknowledge
 `secagg_endpoints`    paths of secure rounds
 `request_auth`        signatures, nonces, rate limit
-`status_replies`      replies without a model: code and reason
+`device_replies`      replies without a model: code and reason
 `http_server`         HTTP/1.1 server for large bodies
 `openapi`             the OpenAPI document of the device port
 `browser_page`        the page that turns a browser tab into a device

@@ -43,13 +43,13 @@ from covey.federated.device_protocol import (
 from covey.federated.model_codec import Floats, ModelLayout, view_bytes
 from covey.federated.server import browser_page, openapi
 from covey.federated.server.accumulator import WEIGHT_MAX
-from covey.federated.server.admissions import Admissions
+from covey.federated.server.admission_requests import Admissions
+from covey.federated.server.device_replies import NOT_A_MEMBER, RETRY_MS, StatusReplies
 from covey.federated.server.http_server import DeviceHttpServer, DeviceRequest
 from covey.federated.server.model_cache import ModelCache
 from covey.federated.server.request_auth import AuthRefusal, RequestAuthenticator
 from covey.federated.server.secagg_endpoints import SECAGG_REQUEST_TYPES, SecaggEndpoints
 from covey.federated.server.server_state import Notifier, Position, ServerSettings
-from covey.federated.server.status_replies import NOT_A_MEMBER, RETRY_MS, StatusReplies
 from covey.federated.server.update_handler import UpdateHandler
 from covey.federated.strategies import Strategy
 from covey.log import log

@@ -31,9 +31,9 @@ from covey.core.federated.secagg.messages import (
 )
 from covey.core.messages import Message
 from covey.federated.device_protocol import NOT_RUNNING, Code, SecureAnswer, decode_request, make_ticket, now_ms
+from covey.federated.server.device_replies import RETRY_MS, StatusReplies
 from covey.federated.server.http_server import DeviceRequest
 from covey.federated.server.server_state import Notifier, Position
-from covey.federated.server.status_replies import RETRY_MS, StatusReplies
 
 SECAGG_REQUEST_TYPES: Final[dict[str, type[AnySecaggRequest]]] = {
     "exchangeKeys": ExchangeKeys,

@@ -29,8 +29,9 @@ from covey.errors import CoveyError, ExitCode, PeerError
 from covey.federated.model_codec import Floats, ModelLayout
 from covey.federated.server import aggregation
 from covey.federated.server.accumulator import Accumulator
-from covey.federated.server.admissions import Admissions
+from covey.federated.server.admission_requests import Admissions
 from covey.federated.server.device_port import DevicePort
+from covey.federated.server.device_replies import StatusReplies
 from covey.federated.server.masked_accumulator import MaskedSum
 from covey.federated.server.model_cache import ModelCache, wanted_model
 from covey.federated.server.model_store import ModelNotStored
@@ -39,7 +40,6 @@ from covey.federated.server.scheduler_link import SchedulerLink
 from covey.federated.server.secagg_endpoints import SecaggEndpoints
 from covey.federated.server.server_links import BytesLike, ServerLinks
 from covey.federated.server.server_state import Notifier, Position, ServerSettings
-from covey.federated.server.status_replies import StatusReplies
 from covey.federated.server.update_handler import UpdateHandler
 from covey.federated.server.update_replication import UpdateReplication
 from covey.federated.strategies import Strategy

@@ -21,13 +21,13 @@ from covey.federated.device_protocol import NOT_RUNNING, Code, UpdateFields, dec
 from covey.federated.model_codec import Floats, ModelLayout, decode_flat, decode_masked
 from covey.federated.privacy.dp_noise import clip_update
 from covey.federated.server.accumulator import to_weighted_fixed_point
+from covey.federated.server.device_replies import NOT_A_MEMBER, RETRY_MS, StatusReplies
 from covey.federated.server.http_server import DeviceRequest
 from covey.federated.server.model_cache import ModelCache
 from covey.federated.server.partial_aggregate import PartialAggregate
 from covey.federated.server.round_storage import RoundStorage
 from covey.federated.server.server_links import ServerLinks
 from covey.federated.server.server_state import Position, ServerSettings
-from covey.federated.server.status_replies import NOT_A_MEMBER, RETRY_MS, StatusReplies
 from covey.federated.server.update_log import Update
 from covey.federated.server.update_replication import UpdateReplication
 from covey.federated.strategies import Strategy

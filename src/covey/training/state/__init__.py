@@ -5,6 +5,6 @@
 `transfer`            state and cached results over a connection
 `process_memory`      reads tensors from another rank on this host (process_vm_readv)
 `spare_sync`          a spare copies tensors in the background
-`grad_accumulation`   detects gradients that are kept across steps
+`grad_accumulation_detector` detects gradients that are kept across steps
 `pytree`              state as plain data and tensors
 """

@@ -27,14 +27,14 @@ from covey.core.types import Host
 from covey.federated.device_protocol import Code, make_ticket, now_ms
 from covey.federated.model_codec import layout_and_values
 from covey.federated.server.accumulator import Accumulator
-from covey.federated.server.admissions import Admissions
+from covey.federated.server.admission_requests import Admissions
+from covey.federated.server.device_replies import StatusReplies
 from covey.federated.server.http_server import BytesLike, DeviceConnection, DeviceRequest
 from covey.federated.server.model_cache import ModelCache
 from covey.federated.server.round_storage import RoundStorage
 from covey.federated.server.secagg_endpoints import SecaggEndpoints
 from covey.federated.server.server_links import ServerLinks
 from covey.federated.server.server_state import Notifier, Position, ServerSettings
-from covey.federated.server.status_replies import StatusReplies
 from covey.federated.server.update_handler import UpdateHandler
 from covey.federated.server.update_replication import UpdateReplication
 from covey.federated.strategies import FedAvg

@@ -20,7 +20,7 @@ from covey.training.collectives.communicator import Communicator
 from covey.training.collectives.result_cache import BEFORE_FIRST_STEP, ResultCache
 from covey.training.loop import Loop
 from covey.training.state import transfer
-from covey.training.state.grad_accumulation import GradAccumulationDetector
+from covey.training.state.grad_accumulation_detector import GradAccumulationDetector
 from covey.training.state.training_state import TrainingState, overlay_snapshot
 
 DATA = torch.utils.data.TensorDataset(torch.ones(8, 4))

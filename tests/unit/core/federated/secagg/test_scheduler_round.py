@@ -15,7 +15,7 @@ from tests.unit.core.federated.secagg.secure_devices import REACH, SecaggSimulat
 from covey.core.federated.secagg import messages, neighbor_graph, shamir
 from covey.core.federated.secagg.scheduler_round import SecaggRound
 from covey.errors import PeerError, UsageError
-from covey.federated.privacy import fixed_point_ring, secagg_masks
+from covey.federated.privacy import fixed_point_ring, secagg_crypto
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics
 from covey.federated.privacy.secagg_device_state import SecaggSession, make_round_scale
 from covey.federated.simulation.privacy_pipeline import PrivacyOptions
@@ -169,14 +169,14 @@ def test_sealed_shares_open_only_for_receiver_and_unmodified() -> None:
     with pytest.raises(PeerError, match="were not made by it"):
         sim.sessions["device-2"].accept_shares(shares)  # type: ignore[arg-type]
     a, b = bytes(range(32)), bytes(range(32, 64))
-    sealed = bytearray(secagg_masks.seal_shares(b"x" * 66, a, secagg_masks.derive_public_key(b), "s", "a", "b"))
-    assert secagg_masks.unseal_shares(bytes(sealed), b, secagg_masks.derive_public_key(a), "s", "a", "b") == b"x" * 66
+    sealed = bytearray(secagg_crypto.seal_shares(b"x" * 66, a, secagg_crypto.derive_public_key(b), "s", "a", "b"))
+    assert secagg_crypto.unseal_shares(bytes(sealed), b, secagg_crypto.derive_public_key(a), "s", "a", "b") == b"x" * 66
     for wrong in (("t", "a", "b"), ("s", "b", "a")):
         with pytest.raises(ValueError, match="were not made"):
-            secagg_masks.unseal_shares(bytes(sealed), b, secagg_masks.derive_public_key(a), *wrong)
+            secagg_crypto.unseal_shares(bytes(sealed), b, secagg_crypto.derive_public_key(a), *wrong)
     sealed[3] ^= 1
     with pytest.raises(ValueError, match="were not made"):
-        secagg_masks.unseal_shares(bytes(sealed), b, secagg_masks.derive_public_key(a), "s", "a", "b")
+        secagg_crypto.unseal_shares(bytes(sealed), b, secagg_crypto.derive_public_key(a), "s", "a", "b")
 
 
 def test_uploader_list_is_fixed_and_resumed_round_continues_from_it() -> None:
@@ -304,14 +304,14 @@ def test_implementation_matches_published_vectors() -> None:
     found = json.loads(VECTORS.read_text())
     raw = {name: base64.b64decode(value) for name, value in found["bytes"].items()}
     session = found["session"]
-    assert secagg_masks.derive_public_key(raw["private_a"]) == raw["public_a"]
-    assert secagg_masks.agree_secret(raw["private_a"], raw["public_b"]) == secagg_masks.agree_secret(
+    assert secagg_crypto.derive_public_key(raw["private_a"]) == raw["public_a"]
+    assert secagg_crypto.agree_secret(raw["private_a"], raw["public_b"]) == secagg_crypto.agree_secret(
         raw["private_b"], raw["public_a"]
     )
-    assert secagg_masks.agree_secret(raw["private_a"], raw["public_b"]) == raw["agreed"]
-    assert secagg_masks.make_pair_mask(raw["private_a"], raw["public_b"], session, 5).tolist() == found["pair_mask"]
-    assert secagg_masks.make_self_mask(raw["seed"], session, 5).tolist() == found["self_mask"]
-    assert secagg_masks.seal_shares(raw["shares"], raw["private_a"], raw["public_b"], session, "ä", "b") == raw["sealed"]
+    assert secagg_crypto.agree_secret(raw["private_a"], raw["public_b"]) == raw["agreed"]
+    assert secagg_crypto.make_pair_mask(raw["private_a"], raw["public_b"], session, 5).tolist() == found["pair_mask"]
+    assert secagg_crypto.make_self_mask(raw["seed"], session, 5).tolist() == found["self_mask"]
+    assert secagg_crypto.seal_shares(raw["shares"], raw["private_a"], raw["public_b"], session, "ä", "b") == raw["sealed"]
     assert raw["public_a"] != raw["public_b"]
     split = shamir.split_secret(raw["seed"], found["places"], [int(number) for number in found["coefficients"]])
     assert {str(place): base64.b64encode(share).decode() for place, share in split.items()} == found["split"]
