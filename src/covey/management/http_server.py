@@ -1,9 +1,9 @@
 """HTTP server on bound sockets, in the running event loop, with limits for clients.
 
-uvicorn parses and writes HTTP. Its `Server` is not used, because it installs signal handlers and waits for idle connections
-when it stops. uvicorn does not limit the time of a request, so `HttpConnection` does: it disconnects a client that sends its
-request or reads the response too slowly. A connection above the maximum number replaces the oldest one that has not sent any
-byte; if there is none, it gets a 503.
+uvicorn parses and writes HTTP. Its `Server` is not used, because it installs signal handlers and, when it stops, waits without
+a limit for connections that do not close. uvicorn does not limit the time of a request, so `HttpConnection` does: it
+disconnects a client that sends its request or reads the response too slowly. A connection above the maximum number replaces the
+oldest one that has not sent any byte; if there is none, it gets a 503.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ replicas enabled and at least two servers, another server, the *replica holder*,
 `rows`               the server's own rows, their lock and their state; `request_handler` handles workers' requests to them
 `rebalancer`         hands over slots that the newest sharding assigns to other servers, and takes those of this server
 `client`             the worker's side; `server_requests` is its connection to one server, `row_cache` its cache
-`messages`           requests and replies; `row_blocks`  decodes row numbers and values
+`messages`           requests and replies; `row_blocks` decodes row numbers and values
 `discovery`          addresses and tokens of the servers, in the rendezvous store
 `row_placement`      the server of each row, for arrays of row numbers
 `shard_set`          all rows of a server; `shard` has the rows of some slots, `table` those of one parameter

@@ -59,7 +59,8 @@ def split_host_port(text: str, default_port: int = 0) -> tuple[str, int]:
 def split_list(hosts: str, port: int) -> list[tuple[str, int]]:
     """Return the addresses in a list such as MS_SCHED_HOST: HOST,HOST or HOST:PORT,HOST:PORT. `port` is the default port.
 
-    A text without a comma is one host; a port in it is not recognized. Raises `UsageError` as `split_host_port`.
+    A text without a comma is one host, which is not checked; a port in it is not recognized. For the items of a list, raises
+    `UsageError` as `split_host_port`.
     """
     if "," not in hosts:
         return [(strip_brackets(hosts), port)]

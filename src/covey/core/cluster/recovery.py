@@ -334,10 +334,8 @@ class Spares:
         return self._members.promote_spare(spare, member)
 
     def on_exit(self, step: Step, spare: Member, code: int, reason: str) -> None:
-        """Mark a spare whose process exited as left, and persist it.
-
-        It is not started again if the code is 0, or after `DEATHS_WITHOUT_PROGRESS_MAX` deaths in a row before it was ready.
-        """
+        """Mark a spare whose process exited as left, and persist it. It is not started again if the code is 0, or after
+        `DEATHS_WITHOUT_PROGRESS_MAX` deaths before it was ready."""
         is_ready = self._heartbeats.progress(spare).is_spare_ready
         deaths = 0 if is_ready else spare.deaths_without_progress + 1
         if code == 0:  # another process would exit in the same way

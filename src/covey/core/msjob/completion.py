@@ -112,7 +112,8 @@ def report_finished(context: ReconcileContext, status: JobStatus, out: PlanBuild
 
 
 def count_restarts(context: ReconcileContext, status: JobStatus) -> int:
-    """Return the number of restarts so far, by the operator after failures and by the kubelet."""
+    """Return the number of restarts: those by the operator after failures, and those by the kubelet of existing and replaced
+    pods."""
     replaced = {note["uid"] for note in status.replacements.values()}
     kubelet = sum(pod.kubelet_restarts for pod in context.pods.values() if pod.uid not in replaced)
     return status.read_count("restarts") + kubelet

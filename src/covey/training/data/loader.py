@@ -107,7 +107,7 @@ class Data:
         return Stream(self.dataset, self.batch_size, accumulate, seed, self.options)
 
     def make_schedule(self, *, seed: int, world: int, accumulate: int) -> SampleSchedule:
-        """Return the sample schedule of a training that starts, for one epoch; of a stream, for 0 steps.
+        """Return the sample schedule at the start of a training. It has the steps of one epoch; for a stream, 0 steps.
 
         Raise `UsageError` if the data set has too few samples.
         """

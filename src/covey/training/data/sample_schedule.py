@@ -142,10 +142,8 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return [self.member_range(step, i) for i, seat in enumerate(self.seats) if seat in members]
 
     def counted_positions(self, step: int, participants: tuple[int, ...]) -> list[int]:
-        """Return the positions in the global batch that the participants have used.
-
-        If no participant has a share, these are the first positions (see `micro_batches`).
-        """
+        """Return the positions in the global batch that count in the reduction: the shares of the participants. If no
+        participant has a share, these are the first `batch_size` positions."""
         used = [position for span in self._participant_ranges(step, participants) for position in span]
         return used or list(self._idle_member_range(step))
 
