@@ -65,7 +65,6 @@ def _read_secret(path: Path) -> str:
 def _create_secret(path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        sync_directory(path.parent.parent)
         temporary = path.with_name(f"secret.{secrets.token_hex(8)}")
         write_synced(temporary, f"{secrets.token_hex(32)}\n".encode(), mode=0o600)
         try:

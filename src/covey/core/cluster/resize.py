@@ -298,19 +298,21 @@ class Resize:
         whether that happened."""
         if step.now <= self._join_deadline or not can_roll_back(step.cluster):
             return False
-        joining = [m for m in self._members.members_in_role(Role.WORKER) if m.node_id in self.joining_ids]
-        if not self._barrier.has_group_met and all(m.is_present and m.connection for m in joining):
+        if not self._barrier.has_group_met and all(m.is_present and m.connection for m in self._joining_members()):
             self.finish_growth()  # without a group no rank sends RankResumed
             return False
         self.roll_back(step, f"not all joined within {JOIN_TIMEOUT_S:g} s")
         return True
+
+    def _joining_members(self) -> list[Member]:
+        return [m for m in self._members.members_in_role(Role.WORKER) if m.node_id in self.joining_ids]
 
     def roll_back(self, step: Step, reason: str) -> int:
         """Remove all new members of the scale-out in a new generation; return the number of the incident opened for that.
 
         The agents' slots are limited to their remaining workers, so that the removed ones are not started again.
         """
-        joining = [m for m in self._members.members_in_role(Role.WORKER) if m.node_id in self.joining_ids]
+        joining = self._joining_members()
         self.joining_ids = ()
         reason = f"{reason}; the scale-out is rolled back"
         self._incidents.close(step, Outcome.ROLLED_BACK, reason=reason)

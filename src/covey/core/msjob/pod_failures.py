@@ -64,10 +64,11 @@ def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBu
         node_problem = _describe_node_problem(context, out, pod)
         if (not pod.failed and not node_problem) or is_leaving(context, status, name):
             continue
+        if name in joining and not is_joining(context, status, name):
+            continue  # another failed pod has rolled the scale-out back
         if name in joining:
-            if is_joining(context, status, name):  # else another failed pod has rolled the scale-out back
-                why = f"{name} failed with {pod.end_reason}" if pod.failed else f"{name} is {node_problem}"
-                roll_back_growth(context, status, out, why)
+            why = f"{name} failed with {pod.end_reason}" if pod.failed else f"{name} is {node_problem}"
+            roll_back_growth(context, status, out, why)
             continue
         action, reason, message = decide_pod_failure(
             job,
